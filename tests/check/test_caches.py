@@ -78,25 +78,19 @@ class KeysOfAnotherAxis(LengthOfAnotherAxis):
         return super().forward(x, kv_cache)
 
 
-AXES = {0: "the size of the batch", 1: "the number of key heads", 3: "head_dim", None: "len((K, V))"}
-
-
-@pytest.mark.parametrize(("axis", "alone"), [(0, True), (None, False)])
-def test_a_length_that_is_read_from_another_axis_of_the_cache_is_named(axis, alone):
-    assert_agrees(type("Right", (LengthOfAnotherAxis,), {"alone": alone}), causal=True, allow_skipped=True, longest=65)
-    explanation = compare(type("Wrong", (LengthOfAnotherAxis,), {"axis": axis, "alone": alone}), causal=True).first.explanation
-    call = "a call" if alone else "a call of several rows"
-    assert explanation.mistakes == (f"in {call} with a cache, {AXES[axis]} is taken for the length of the cache in the causal mask",)
-    assert not explanation.equals
-
-
-@pytest.mark.parametrize(("axis", "alone"), [(1, True), (3, False)])
-def test_a_number_of_keys_that_is_read_from_another_axis_is_named(axis, alone):
-    assert_agrees(type("Right", (KeysOfAnotherAxis,), {"alone": alone}), causal=True, allow_skipped=True, longest=65)
-    explanation = compare(type("Wrong", (KeysOfAnotherAxis,), {"axis": axis, "alone": alone}), causal=True).first.explanation
-    call = "" if alone else "in a call of several rows, "
-    assert explanation.mistakes == (f"{call}{AXES[axis]} is taken for the number of keys in the causal mask",)
-    assert not explanation.equals
+@pytest.mark.parametrize(
+    ("right", "axis", "alone", "taken"),
+    [
+        (LengthOfAnotherAxis, 0, True, "in a call with a cache, the size of the batch is taken for the length of the cache"),
+        (LengthOfAnotherAxis, None, False, "in a call of several rows with a cache, len((K, V)) is taken for the length of the cache"),
+        (KeysOfAnotherAxis, 1, True, "the number of key heads is taken for the number of keys"),
+        (KeysOfAnotherAxis, 3, False, "in a call of several rows, head_dim is taken for the number of keys"),
+    ],
+)
+def test_a_length_that_is_read_from_another_axis_of_the_cache_is_named(right, axis, alone, taken):
+    assert_agrees(type("Right", (right,), {"alone": alone}), causal=True, allow_skipped=True, longest=65)
+    explanation = compare(type("Wrong", (right,), {"axis": axis, "alone": alone}), causal=True).first.explanation
+    assert (explanation.mistakes, explanation.equals) == ((f"{taken} in the causal mask",), ())
 
 
 class RotatedCache(nn.Module):

@@ -6,11 +6,10 @@ import math
 import numpy as np
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional
 
 from attend.check import compare
-from attend.spec import LayerSpec
+from support.candidates import GROUPED_ROTARY, GroupedRotary
 
 
 def unscaled(query, key, value):
@@ -58,54 +57,22 @@ def loops(query, key, value):
     return output
 
 
-class Module(nn.Module):
-    """RoPE by halves, causal, one head of keys for two of queries."""
-
-    def __init__(self, d_model, num_heads, num_kv_heads):
-        super().__init__()
-        self.width = d_model // num_heads
-        self.q_proj, self.o_proj = nn.Linear(d_model, d_model), nn.Linear(d_model, d_model)
-        self.k_proj, self.v_proj = (nn.Linear(d_model, num_kv_heads * self.width) for _ in range(2))
-
-    def split(self, x):
-        return x.unflatten(2, (-1, self.width)).transpose(1, 2)
-
-    def rotate(self, x):
-        angles = torch.arange(x.shape[2])[:, None] * 10000.0 ** (-torch.arange(0, self.width, 2) / self.width)
-        one, two = x.chunk(2, dim=-1)
-        return torch.cat((one * angles.cos() - two * angles.sin(), one * angles.sin() + two * angles.cos()), dim=-1)
-
-    def rotate_key(self, x):
-        return self.rotate(x)
-
-    def merge(self, heads):
-        return heads.transpose(1, 2).flatten(2)
-
-    def forward(self, x):
-        q, k, v = (self.split(layer(x)) for layer in (self.q_proj, self.k_proj, self.v_proj))
-        q, k = self.rotate(q), self.rotate_key(k)
-        k, v = (rows.repeat_interleave(q.shape[1] // rows.shape[1], dim=1) for rows in (k, v))
-        scores = q @ k.mT / math.sqrt(self.width)
-        scores = scores + torch.full(scores.shape[2:], -torch.inf).triu(1)
-        return self.o_proj(self.merge(scores.softmax(-1) @ v))
-
-
-class SplitByReshape(Module):
+class SplitByReshape(GroupedRotary):
     def split(self, x):
         return x.reshape(len(x), -1, x.shape[1], self.width)
 
 
-class MergedByReshape(Module):
+class MergedByReshape(GroupedRotary):
     def merge(self, heads):
         return heads.reshape(len(heads), heads.shape[2], -1)
 
 
-class WithKeysOfOtherPositions(Module):
-    def rotate_key(self, x):
-        return self.rotate(functional.pad(x, (0, 0, 1, 0)))[:, :, 1:]
+class WithKeysOfOtherPositions(GroupedRotary):
+    def keys(self, k):
+        return self.rotate(functional.pad(self.k_norm(k), (0, 0, 1, 0)))[:, :, 1:]
 
 
-GROUPED = LayerSpec(d_model=36, num_heads=6, num_kv_heads=3, rope={"theta": 10000.0, "interleaved": False})
+GROUPED = {"causal": True, "spec": GROUPED_ROTARY}
 OTHER_ORDER = "its numbers are in another order"
 WRONG = {  # candidate -> the steps, what it has, its line, and how it is called
     unscaled: ("scaled_products", "scaled_products", "its numbers occur times 2", "scores = torch.matmul(query", {}),
@@ -115,9 +82,9 @@ WRONG = {  # candidate -> the steps, what it has, its line, and how it is called
     fused: ("scaled_products", "weighted_values", "", "doubled = query * 2", {}),
     negated: ("output", "output", "are changed afterwards", "return -heads", {}),
     loops: ("weighted_values", "weighted_values", "", "output[b, h, i] = weights @ key[b, h]", {}),
-    SplitByReshape: ("project_query", "project_query", OTHER_ORDER, "return x.reshape(len(x), -1", {"causal": True, "spec": GROUPED}),
-    MergedByReshape: ("merge", "merge", OTHER_ORDER, "return heads.reshape(len(heads)", {"causal": True, "spec": GROUPED}),
-    WithKeysOfOtherPositions: ("rotate_key", "rotate_key", "", "", {"causal": True, "spec": GROUPED}),
+    SplitByReshape: ("project_query", "project_query", OTHER_ORDER, "return x.reshape(len(x), -1", GROUPED),
+    MergedByReshape: ("merge", "merge", OTHER_ORDER, "return heads.reshape(len(heads)", GROUPED),
+    WithKeysOfOtherPositions: ("rotate_key", "rotate_key", "", "", GROUPED),
 }
 
 
@@ -138,4 +105,4 @@ def test_what_has_no_source_or_makes_no_arrays_has_no_first_wrong_step():
 
 
 def test_the_right_one_agrees():
-    assert compare(Module, causal=True, spec=GROUPED, longest=7).agrees
+    assert compare(GroupedRotary, **GROUPED, longest=7).agrees

@@ -6,6 +6,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from attend.spec import LayerSpec
+
 
 def split(x, heads):
     b, n, width = x.shape
@@ -53,6 +55,50 @@ class Annotated(nn.Module):
             mask = mask.unsqueeze(1)
         q, k, v = (split(layer(x), self.h) for layer, x in zip(self.linears, (query, key, value), strict=False))
         return self.linears[-1](merge(scaled_dot_product(q, k, v, mask)[0]))
+
+
+GROUPED_ROTARY = LayerSpec(
+    d_model=36, num_heads=6, num_kv_heads=3, rope={"theta": 10000.0, "interleaved": False}, qk_norm={"kind": "rms", "eps": 1e-6}
+)
+
+
+class GroupedRotary(nn.Module):
+    """Grouped heads with a norm before RoPE by halves, causal; the wrong ones replace a method."""
+
+    def __init__(self, d_model, num_heads, num_kv_heads):
+        super().__init__()
+        self.width = d_model // num_heads
+        self.q_proj, self.o_proj = nn.Linear(d_model, d_model), nn.Linear(d_model, d_model)
+        self.k_proj, self.v_proj = (nn.Linear(d_model, num_kv_heads * self.width) for _ in range(2))
+        self.q_norm, self.k_norm = (nn.RMSNorm(self.width, eps=1e-6) for _ in range(2))
+
+    def split(self, x):
+        return x.unflatten(2, (-1, self.width)).transpose(1, 2)
+
+    def rotate(self, x):
+        angles = torch.arange(x.shape[2])[:, None] * 10000.0 ** (-torch.arange(0, self.width, 2) / self.width)
+        one, two = x.chunk(2, dim=-1)
+        return torch.cat((one * angles.cos() - two * angles.sin(), one * angles.sin() + two * angles.cos()), dim=-1)
+
+    def keys(self, k):
+        return self.rotate(self.k_norm(k))
+
+    def values(self, k, v):
+        return v
+
+    def scale(self, scores):
+        return scores / math.sqrt(self.width)
+
+    def merge(self, heads):
+        return heads.transpose(1, 2).flatten(2)
+
+    def forward(self, x):
+        q, k, v = (self.split(layer(x)) for layer in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = self.rotate(self.q_norm(q)), self.keys(k)
+        k, v = (rows.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for rows in (k, self.values(k, v)))
+        scores = self.scale(q @ k.mT)
+        scores = scores.masked_fill(torch.ones(scores.shape[2:], dtype=torch.bool).triu(1), -torch.inf)
+        return self.o_proj(self.merge(scores.softmax(-1) @ v))
 
 
 def softmax(x):

@@ -26,7 +26,7 @@ from attend.check.report import Comparison, Disagreement
 from attend.check.rounded_steps import rounded_steps
 from attend.check.signatures import FUNCTIONS, function_like, with_signature
 from attend.check.sizes import in_other_sizes, other_lengths
-from attend.check.trace import Trace, recorded, source_folder
+from attend.check.trace import Trace, recorded, source_folders
 from attend.check.trial import try_conventions
 from attend.spec import LayerSpec
 
@@ -234,9 +234,9 @@ def _first_wrong_step(prepared: Candidate, seed: int, compared: Sequence[Compare
 def _divergence(prepared: Candidate, case: CheckCase) -> Divergence | None:
     """What a candidate makes in a call beside the steps of the reference; None if it is right, or cannot be recorded."""
     adapter = prepared.adapter
-    if (folder := source_folder(adapter.function)) is None:
+    if not (folders := source_folders(adapter.function)):
         return None
-    trace = Trace(folder)
+    trace = Trace(folders)
     with suppress(Exception):  # what it makes of arrays that record may differ from what it makes of others
         called = call(replace(prepared, adapter=replace(adapter, function=recorded(adapter.function, trace))), case)
         if called.wrong is not None and trace.is_complete:

@@ -1,7 +1,7 @@
 """Records the arrays that a candidate makes during a call, with the line of its source that made each.
 
 torch is recorded by a `TorchFunctionMode`, NumPy by a subclass of its arrays, and any other framework, JAX without `jit` among them, by the
-local variables of functions in the folder of the candidate's file. Compiled and fused kernels make no arrays that can be recorded.
+local variables of functions in the folders of the candidate's files. Compiled and fused kernels make no arrays that can be recorded.
 """
 
 import linecache
@@ -22,6 +22,7 @@ from attend.tensors import Array
 MOST_NUMBERS = 20_000_000  # that are kept of a call
 MOST_LINES = 200_000  # that are followed
 SMALL = 4096  # numbers of an array that is looked at after each line, since loops may fill it
+LIBRARIES = ("builtins", "torch")  # whose classes are not the candidate's, unless they are called themselves
 LARGE = 1e8  # numbers in place of -inf are not compared
 VIEWS = ("reshape", "transpose", "swapaxes", "dot", "astype", "mean", "repeat")  # methods of NumPy arrays that call no recorded function
 
@@ -66,7 +67,7 @@ def in_order(x: Array) -> Array:
 class Trace:
     """The arrays of a call, in the order in which they were made."""
 
-    folder: Path  # of the candidate's file
+    folders: frozenset[Path]  # of the candidate's files
     made: list[Made] = field(default_factory=list)
     count: int = 0  # of their numbers
     lines: int = 0
@@ -89,7 +90,7 @@ class Trace:
                 self.made.append(Made(numbers, line, by))
 
     def line(self, frame: FrameType | None) -> Line | None:
-        """Where the innermost function from the candidate's folder is, below the call that is recorded."""
+        """Where the innermost function from the candidate's folders is, below the call that is recorded."""
         while frame is not None and frame.f_code is not _call.__code__:
             if self.is_own(frame):
                 return Line(frame.f_code.co_filename, frame.f_lineno)
@@ -97,8 +98,8 @@ class Trace:
         return None
 
     def is_own(self, frame: FrameType) -> bool:
-        """Whether a function is in the candidate's folder."""
-        return _folder(frame.f_code.co_filename) == self.folder
+        """Whether a function is in one of the candidate's folders."""
+        return _folder(frame.f_code.co_filename) in self.folders
 
 
 def _numbers(x: Any) -> Array:
@@ -121,14 +122,16 @@ def _call(function: Callable[..., Any], trace: Trace, *args: Any, **kwargs: Any)
         return function(*(_as_recorded(x, trace) for x in args), **named)
 
 
-def source_folder(function: Any) -> Path | None:
-    """The folder of the file that a function, method, or instance with such a method is in; None if it has no source."""
+def source_folders(function: Any) -> frozenset[Path]:
+    """The folders of the files that a function or method is in, or the methods of an instance's class and of those that it inherits from;
+    empty if it has no source."""
     function = getattr(function, "func", function)  # of a partial function
     methods = (getattr(type(function), name, None) for name in ("forward", "call", "__call__"))
-    for found in (function, getattr(function, "__func__", None), *methods):
-        if (code := getattr(getattr(found, "__wrapped__", found), "__code__", None)) is not None:
-            return _folder(code.co_filename)
-    return None
+    found = [function, getattr(function, "__func__", None), *methods]
+    classes = type(getattr(function, "__self__", function)).__mro__
+    found += [method for cls in classes if cls.__module__.partition(".")[0] not in LIBRARIES for method in vars(cls).values()]
+    codes = (getattr(getattr(method, "__wrapped__", method), "__code__", None) for method in found)
+    return frozenset(_folder(code.co_filename) for code in codes if code is not None)
 
 
 @lru_cache(1024)
