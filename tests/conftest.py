@@ -1,7 +1,13 @@
 """Fixtures that tests of several folders share."""
 
-import json
 import os
+
+# Before NumPy and torch are imported: several processes test side by side, and threads of one that wait for work would spin on the cores
+# of the others. Servers plan their own threads.
+os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+os.environ["PYTHONSAFEPATH"] = "1"  # processes that tests start import the installed package, not the checkout
+
+import json
 import sys
 import threading
 import zlib
@@ -21,7 +27,6 @@ from attend.wire.native import numbers
 from support.server import Server, fork_server, start_server
 from support.v2 import LAYERS
 
-os.environ["PYTHONSAFEPATH"] = "1"  # processes that tests start import the installed package, not the checkout
 # Hypothesis draws 20 examples for each test, the same in every run; with `--hypothesis-profile thorough`, 40 new ones in every run
 # that gives no `--hypothesis-seed`.
 settings.register_profile("quick", max_examples=20, deadline=None, derandomize=True)

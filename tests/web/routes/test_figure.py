@@ -3,6 +3,7 @@
 import base64
 import json
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
@@ -431,11 +432,10 @@ def test_svg_and_html_are_compressed_if_accepted(http, layers, file_format, codi
 
 def test_concurrent_pictures_equal_those_drawn_alone(http, layers, server):
     """/attend is answered meanwhile."""
+    forms = product(("light", "dark"), ("png", "svg", "html"))
     figures = [
         {"kind": kind, "format": file_format, "theme": theme}
-        for kind in ("heads", "mean", "concatenation")
-        for file_format in ("png", "svg", "html")
-        for theme in ("light", "dark")
+        for kind, (theme, file_format) in zip(("heads", "mean", "concatenation", "concatenation", "heads", "mean"), forms, strict=True)
     ]
     alone = [picture(http, figure).content for figure in figures]
     expected = http.post("/attend", json=BODY).content
