@@ -511,12 +511,13 @@ WRONG_VALUES = [None, "x", -1, 2**70, 1e308, [], {}, [[]], {"a": 1}, True, 0.5]
 def test_wrong_types_in_a_config_raise_no_other_error_than_a_refusal(model: str) -> None:
     """Every field, also in nested sections, with every wrong value."""
     case, config = MODELS[model]["cases"][0], MODELS[model]["config"]
+    tensors = tensors_of(case)
     for path in _paths(config):
         for value in WRONG_VALUES:
             changed = json.loads(json.dumps(config))
             reduce(lambda inner, name: inner[name], path[:-1], changed)[path[-1]] = value
             with suppress(InvalidRequest, ValidationError):  # the spec is validated where it is read
-                LayerSpec.model_validate(read_model_layer(tensors_of(case), changed, case["layer"], case["part"])[0])
+                LayerSpec.model_validate(read_model_layer(tensors, changed, case["layer"], case["part"])[0])
 
 
 @pytest.mark.parametrize("model", ["deberta", "deberta-v2", "deberta_v2_own", "swinv2", "wav2vec2-bert", "squeezebert", "deepseek_v32"])
