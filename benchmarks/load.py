@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +22,7 @@ BODIES = 8  # different bodies of each size, posted in turn
 START_SECONDS = 120
 SAFETENSORS = "application/vnd.safetensors"
 POST = Path(__file__).with_name("post.lua")
-Arrays = Mapping[str, NDArray[np.float32]]
+Arrays = Mapping[str, NDArray[Any]]
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,7 @@ SIZES = {
     )
 }
 FORMS = ("json", "st", "v2json", "v2bin")
+KINDS = ("plain", "causal", "lengths", "mask")  # of requests: what they say about masks
 
 
 @dataclass(frozen=True)
@@ -86,16 +87,36 @@ def random_arrays(shape: tuple[int, ...], rng: np.random.Generator, names: Seque
     return {name: rng.standard_normal(shape).astype(np.float32) for name in names}
 
 
-def payloads(size: Size, folder: Path) -> tuple[dict[str, Payload], Arrays]:
-    """Bodies of every form, written to `folder`, and the arrays of the first one. Numbers in JSON have nine digits."""
+def visible_keys(kind: str, rows: int) -> NDArray[np.bool_]:
+    """Which keys each query of such a request may attend to, [rows, rows]."""
+    row, column = np.ogrid[:rows, :rows]
+    return {
+        "plain": np.ones((rows, rows), np.bool_),
+        "causal": column <= row,
+        "lengths": np.broadcast_to(column < rows - 3, (rows, rows)),
+        "mask": (row + column) % 3 > 0,
+    }[kind]
+
+
+def payloads(size: Size, folder: Path, kind: str = "plain", forms: Sequence[str] = FORMS) -> tuple[dict[str, Payload], Arrays]:
+    """Bodies of these forms, written to `folder`, and the tensors of the first one. Numbers in JSON have nine digits."""
+    batch, rows, _ = size.shape
     rng = np.random.default_rng(0)
+    masks: dict[str, NDArray[Any]] = {}
+    fields: dict[str, object] = {}
     drawn = [random_arrays(size.shape, rng) for _ in range(BODIES)]
-    encoded = {form: [encode(form, arrays) for arrays in drawn] for form in FORMS}
+    if kind == "mask":
+        masks["attend_mask"] = visible_keys(kind, rows)
+    elif kind == "lengths":
+        fields["valid_lens"] = [rows - 3] * batch
+    elif kind == "causal":
+        fields["causal"] = True
+    encoded = {form: [encode(form, {**arrays, **masks}, fields) for arrays in drawn] for form in forms}
     found = {}
     for form, bodies in encoded.items():
         paths = []
         for i, (body, _) in enumerate(bodies):
-            paths.append(folder / f"{size.name}-{form}-{i}")
+            paths.append(folder / f"{size.name}-{kind}-{form}-{i}")
             paths[-1].write_bytes(body)
         found[form] = Payload(paths, bodies[0][1])
     return found, drawn[0]
@@ -119,11 +140,11 @@ def encode(form: str, arrays: Arrays, fields: Mapping[str, object] = {}) -> tupl
     return head + b"".join(array.tobytes() for array in arrays.values()), headers
 
 
-def numbers(array: NDArray[np.float32]) -> str:
+def numbers(array: NDArray[Any]) -> str:
     return ",".join(np.char.mod("%.9g", array.ravel()))
 
 
-def nested(array: NDArray[np.float32]) -> str:
+def nested(array: NDArray[Any]) -> str:
     return f"[{numbers(array)}]" if array.ndim == 1 else f"[{','.join(map(nested, array))}]"
 
 

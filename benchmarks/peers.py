@@ -19,7 +19,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from load import FORMS, SERVER_CORE, SIZES, START_SECONDS, Payload, Server, Size, payloads, print_table, serve, serve_attend, wrk
+from load import (
+    FORMS,
+    KINDS,
+    SERVER_CORE,
+    SIZES,
+    START_SECONDS,
+    Arrays,
+    Payload,
+    Server,
+    Size,
+    payloads,
+    print_table,
+    serve,
+    serve_attend,
+    visible_keys,
+    wrk,
+)
 from numpy.typing import NDArray
 from safetensors.numpy import load as load_safetensors
 
@@ -70,10 +86,10 @@ def environment(name: str, packages: tuple[str, ...], cache: Path) -> Path:
     return executables
 
 
-def measure_bare(size: Size, seconds: float, executables: Path, cache: Path, arrays: Mapping[str, NDArray[np.float32]]) -> tuple[Any, Any]:
+def measure_bare(size: Size, kind: str, seconds: float, executables: Path, cache: Path, arrays: Arrays) -> tuple[Any, Any]:
     """torch's output [batch, queries, d_model] for the first body, and the figures of its module without a server."""
     inputs, outputs = cache / f"{size.name}-inputs.npz", cache / f"{size.name}-output.npy"
-    np.savez(inputs, **arrays)
+    np.savez(inputs, **arrays, visible=visible_keys(kind, size.shape[1]))
     command = ["taskset", "-c", SERVER_CORE, str(executables / "python"), "bare.py", str(inputs), str(outputs), str(seconds)]
     env = {**os.environ, **layer_environment(size), "OMP_NUM_THREADS": "1"}
     printed = subprocess.run(command, cwd=CONTENDERS, env=env, capture_output=True, text=True, check=True).stdout
@@ -135,6 +151,7 @@ def main() -> None:
     parser.add_argument("--with", dest="peers", default="bare", help=f"comma-separated: bare,{','.join(PEERS)}; or all")
     parser.add_argument("--sizes", default="small,mid", help=f"comma-separated: {','.join(SIZES)}")
     parser.add_argument("--forms", default=",".join(FORMS), help="st: safetensors; v2json, v2bin: the Open Inference Protocol")
+    parser.add_argument("--kinds", default="plain", help=f"comma-separated: {','.join(KINDS)}; of requests")
     parser.add_argument("--seconds", type=float, default=4, help="a row of small; other sizes take three times as long")
     parser.add_argument("--turns", type=int, default=1, help="repetitions of the whole comparison; rates are their medians")
     parser.add_argument("--port", type=int, default=8101)
@@ -148,20 +165,23 @@ def main() -> None:
     forms, measured = args.forms.split(","), []
     for _ in range(args.turns):
         for size in [SIZES[name] for name in args.sizes.split(",")]:
-            for row in compare(size, names, forms, args):
-                measured.append({"size": size.name, **row})
-                print(json.dumps(measured[-1]), file=sys.stderr)
+            for kind in args.kinds.split(","):
+                for row in compare(size, kind, names, forms, args):
+                    measured.append({"size": size.name, "request": kind, **row})
+                    print(json.dumps(measured[-1]), file=sys.stderr)
     if args.json:
         args.json.write_text(json.dumps(measured, indent=1))
     print_table(medians(measured))
 
 
-def compare(size: Size, names: list[str], forms: list[str], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Rows of one size, of every attend and every peer."""
+def compare(size: Size, kind: str, names: list[str], forms: list[str], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Rows of requests of one size and kind, of every attend and every peer; of kinds that peers do not read, of attend and torch alone."""
     seconds = args.seconds * (1 if size.name == "small" else 3)
-    wire, arrays = payloads(size, args.cache)
+    if kind != "plain":
+        names, forms = [name for name in names if name == "bare"], [form for form in forms if form in ("json", "st")]
+    wire, arrays = payloads(size, args.cache, kind, forms)
     bare = environment("naive", FASTAPI, args.cache)
-    want, figures = measure_bare(size, seconds if "bare" in names else 0.1, bare, args.cache, arrays)
+    want, figures = measure_bare(size, kind, seconds if "bare" in names else 0.1, bare, args.cache, arrays)
     if "bare" in names:
         yield {"server": "bare", "form": "", **figures}
     for form in forms:
@@ -187,7 +207,7 @@ def medians(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """One row for each server, size, form and number of connections."""
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in rows:
-        groups.setdefault((row["size"], row["server"], row["form"], row["connections"]), []).append(row)
+        groups.setdefault((row["size"], row["request"], row["server"], row["form"], row["connections"]), []).append(row)
     figures = ("rate", "p50_ms", "p99_ms")
     return [{**group[0], **{name: float(np.median([row[name] for row in group])) for name in figures}} for group in groups.values()]
 

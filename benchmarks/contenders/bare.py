@@ -10,6 +10,8 @@ from layer import attend
 inputs, outputs, seconds = sys.argv[1], sys.argv[2], float(sys.argv[3])
 arrays = np.load(inputs)
 tensors = [torch.from_numpy(arrays[name]) for name in ("query", "key", "value")]
+if not arrays["visible"].all():
+    tensors.append(~torch.from_numpy(arrays["visible"]))
 output, _ = attend(*tensors)
 np.save(outputs, output.numpy())
 times: list[float] = []

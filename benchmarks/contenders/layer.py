@@ -11,7 +11,7 @@ LAYER = torch.nn.MultiheadAttention(D_MODEL, NUM_HEADS, batch_first=True).eval()
 
 
 @torch.inference_mode()
-def attend(query, key, value):
-    """[batch, n, d_model] three times -> output [batch, n, d_model], weights [batch, heads, n, n]."""
-    output, weights = LAYER(query, key, value, average_attn_weights=False)
+def attend(query, key, value, blocked=None):
+    """[batch, n, d_model] three times -> output [batch, n, d_model], weights [batch, heads, n, n]; `blocked`: [n, n]."""
+    output, weights = LAYER(query, key, value, attn_mask=blocked, average_attn_weights=False)
     return output.contiguous(), weights.contiguous()
