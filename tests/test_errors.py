@@ -6,6 +6,7 @@ Each time that one instance is raised, its traceback gets more frames, with thei
 import ast
 import builtins
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -102,7 +103,7 @@ def test_a_refusal_keeps_its_text_when_its_places_are_translated() -> None:
     """With problems, the text has the new places. Whatever else an error has to say, it keeps."""
 
     def below_spec(problem: Problem) -> Problem:
-        return problem.below("/spec")
+        return replace(problem, at="/spec" + problem.at)
 
     assert LayerConflict("the layer is configured").translated(below_spec).detail == "the layer is configured"
     moved = InvalidRequest(problems=[Problem("/rope", "an object", "5")]).translated(below_spec)

@@ -32,17 +32,19 @@
     │   └── Untrusted                  no trusted authority signed the server's certificate
     └── BadReply                       raised by clients only: the reply is not from this service
 
-Every refusal has `Problem`s: where (a JSON pointer), what was expected, what was received. Pointers are into the members of a request; the
-codec that read the body translates them (`Decoded.in_body`). What a path, a query or headers say has no pointer.
+Every refusal has `Problem`s: where (a JSON pointer), what was expected, what was received. A pointer is into the members of a request; what
+checks a part of them is given the pointer to it, `at`. Where the body has a member in another place, the codec that read the body says so
+(`Decoded.translate`), and the error that leaves is `translated`. What a path, a query or headers say has no pointer, "".
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from difflib import get_close_matches
 from heapq import nlargest
 from os.path import commonprefix
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 COMPARED = 64  # most known names that an unknown one is compared with, which takes milliseconds
 
@@ -59,14 +61,13 @@ class Problem:
         place = f", at {self.at}" if self.at else ""
         return f"expected {self.expected}, got {self.got}{place}"
 
-    def below(self, at: str) -> "Problem":
-        """The problem of a part of a request as one of the request. `at` is the pointer to the part."""
-        return replace(self, at=at + self.at)
+
+Translate: TypeAlias = Callable[[Problem], Problem]  # a problem of the members as one of the body
 
 
-def pointer(parts: Iterable[object]) -> str:
-    """The JSON pointer of a path: ("query", 0, 3) -> /query/0/3."""
-    return "".join(["/" + str(part).replace("~", "~0").replace("/", "~1") for part in parts])
+def pointer(parts: Iterable[object], at: str = "") -> str:
+    """The JSON pointer of a path below `at`: ("query", 0, 3) -> /query/0/3."""
+    return at + "".join(["/" + str(part).replace("~", "~0").replace("/", "~1") for part in parts])
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
@@ -103,13 +104,22 @@ class AttendError(Exception):
 class RequestError(AttendError):
     title = "the request cannot be served"
 
-    def translated(self, translate: Callable[[Problem], Problem]) -> Self:
-        """The same error with other pointers: those of a part of a request, or of its members, become those of the body that was sent."""
-        if not self.problems:
+    def translated(self, translate: Translate | None) -> Self:
+        """The same error with pointers into the body; those of `self` are into the members. None: they are the same."""
+        if translate is None or not self.problems:
             return self
         error = copy(self)
         AttendError.__init__(error, problems=list(map(translate, self.problems)))
         return error
+
+
+@contextmanager
+def translating(translate: Translate | None) -> Iterator[None]:
+    """Translates the RequestErrors that leave the `with` block."""
+    try:
+        yield
+    except RequestError as error:
+        raise error.translated(translate) from None
 
 
 class MalformedRequest(RequestError):

@@ -115,7 +115,7 @@ class Engine:
             if request.reply_codec.largest_reply is not None:
                 _require_small_reply(bound, *request.reply_codec.largest_reply)
         except RequestError as error:
-            raise decoded.in_body(error) from None
+            raise error.translated(decoded.translate) from None
         shares_batches = (bound.operation.largest_batch or self.scheduler.batch_limits.calls) > 1
         if shares_batches and not self.scheduler.computes_inline(bound.cost, bound.operation, bound.call):
             return bound._replace(batch_key=batch_key(bound.layer, bound.call, bound.operation))
@@ -125,7 +125,7 @@ class Engine:
         """The layer of the request. If there is none: InvalidRequest for an invalid request, else LayerNotFound or LayerUnloaded."""
         name = members.get("layer", DEFAULT_LAYER)
         layer = self.registry.get(name) if isinstance(name, str) else None
-        return self.registry.find(validate(schema, members).layer) if layer is None else layer
+        return self.registry.find(validate(schema, members).layer, at="/layer") if layer is None else layer
 
     async def complete(self, request: Request, decoded: Decoded, bound: Prepared, started: float, waited: float = 0.0) -> Encoded:
         """Compute a prepared request that arrived at `started` and has `waited` for earlier calls, encode its result, and count it."""
@@ -140,7 +140,7 @@ class Engine:
         except BaseException as error:  # including CancelledError when the caller disconnects
             self.statistics.count_failed(layer, self.clock() - started)
             if isinstance(error, RequestError):
-                raise decoded.in_body(error) from None
+                raise error.translated(decoded.translate) from None
             raise
         phases = Phases(bound_at - started - waited, outcome.queue + waited, outcome.compute, self.clock() - computed_at)
         self.metrics.count_call(*phases)

@@ -15,7 +15,7 @@ from attend.attention.call import Result
 from attend.checkpoints.detection import complementary_match, find_matches
 from attend.checkpoints.families import COMPOSITES, FAMILIES
 from attend.checkpoints.model import SECTIONS
-from attend.errors import InvalidRequest
+from attend.errors import InvalidRequest, translating
 from attend.heads.circuits import CircuitsOperation, require_circuits
 from attend.limits import WireLimits
 from attend.serving.batching import Job
@@ -33,7 +33,7 @@ from attend.serving.layers.registry import LoadedLayer
 from attend.serving.requests import Request
 from attend.serving.service import Service
 from attend.tensors import BY_TORCH
-from attend.wire.codec import Buffer
+from attend.wire.codec import Buffer, Decoded, in_places
 from attend.wire.compression import unpack
 from attend.wire.json.strict import parse_strictly
 from attend.wire.negotiation import FILE_CODEC, JSON, SAFETENSORS
@@ -63,14 +63,14 @@ async def put_layer(service: Service, name: str, request: Request, source: Check
     return await service.loader.put(name, read, request.deadline)
 
 
-async def make_layer(service: Service, name: str, spec: Any, deadline: float | None) -> AddedLayer:
-    """The same for a seeded layer, whose spec is parsed, but not validated."""
-    return await service.loader.put(name, partial(_layer_of, {"spec": spec}), deadline)
+async def make_layer(service: Service, name: str, decoded: Decoded, deadline: float | None) -> AddedLayer:
+    """The same for a seeded layer, whose spec is decoded, but not validated."""
+    return await service.loader.put(name, partial(_layer_of, decoded), deadline)
 
 
 async def export_layer(service: Service, name: str, request: Request) -> list[Buffer]:
     """GET /layers/{name}/weights: the layer as safetensors, which PUT accepts. Raises Overloaded before anything is copied."""
-    layer = service.registry.find(name, at="")
+    layer = service.registry.find(name)
     size = layer.spec.num_parameters * BY_TORCH[layer.spec.dtype].size
     if request.lease is not None:
         request.lease.add(size)
@@ -83,7 +83,7 @@ async def layer_circuits(service: Service, name: str, request: Request) -> str:
 
     Raises InvalidRequest for a layer without them, TooLarge for a cost beyond the limits, and what `Scheduler.submit` raises.
     """
-    layer, engine = service.registry.find(name, at=""), service.engine
+    layer, engine = service.registry.find(name), service.engine
     require_circuits(layer.spec)
     cost, of_head = (predict_circuits(layer.spec, heads) for heads in (layer.spec.num_heads, 1))
     engine.admission.require(cost)
@@ -128,16 +128,19 @@ def _decode_layer(request: Request, source: CheckpointQuery, limits: WireLimits)
     checkpoint = _is_checkpoint(members)
     for name in ("spec",) if checkpoint else ("layout", "prefix", "spec"):
         if getattr(source, name) is not None:
-            raise InvalidRequest.where(f"/{name}", f"a body of type {SAFETENSORS} with this query parameter", JSON)
+            raise InvalidRequest.where("", f"a body of type {SAFETENSORS} with the query parameter {name}", JSON)
     if checkpoint:
         spec = {name: value for name, value in members["spec"].items() if value is not None or name != "dtype"}
-        return read_checkpoint(members["weights"], source, {"dtype": "float32", **spec})  # numbers in text have no dtype
-    return _layer_of(members)
+        with translating(partial(in_places, places={"layout": None, "prefix": None})):
+            return read_checkpoint(members["weights"], source, {"dtype": "float32", **spec})  # numbers in text have no dtype
+    return _layer_of(Decoded(members))
 
 
-def _layer_of(members: dict[str, Any]) -> ParsedLayer:
-    body = validate(PutLayer, members)
-    return ParsedLayer(body.spec if body.weights is None else spec_of_given_weights(body.spec), body.weights)
+def _layer_of(decoded: Decoded) -> ParsedLayer:
+    with translating(decoded.translate):
+        body = validate(PutLayer, decoded.members)
+        spec = body.spec if body.weights is None else spec_of_given_weights(body.spec)
+    return ParsedLayer(spec, body.weights, translate=decoded.translate)
 
 
 def _is_checkpoint(members: dict[str, Any]) -> bool:

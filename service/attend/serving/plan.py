@@ -26,7 +26,7 @@ async def plan_call(engine: Engine, request: Request) -> Plan:
     decoded = await engine.run(request, size, engine.decode, request, AnalysisRequest, True)
     reference = reference_of("", decoded, in_body=True)
     # on the event loop, as all sessions
-    session = None if reference is None else reference.find(engine.require_sessions(), request.api_key)
+    session = None if reference is None else engine.require_sessions().find(reference.id, request.api_key, reference.at)
     return await engine.run(request, size, _plan, engine, decoded, session)
 
 

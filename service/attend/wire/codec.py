@@ -6,12 +6,12 @@ sent as bytes). The codecs of the service's own endpoints are in `negotiation.py
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeAlias
 
 from attend.axes import Kind
-from attend.errors import Problem, RequestError
+from attend.errors import Problem, Translate
 from attend.limits import WireLimits
 from attend.tensors import Array
 from attend.wire.schemas.attend import ReplyOptions
@@ -36,11 +36,20 @@ class Decoded(NamedTuple):
     reply_format: Any = None  # passed to `encode` of the same codec
     timeout: float | None = None  # seconds, from the body; the headers may set another deadline
     sequence: SequencePart | None = None
-    translate: Callable[[Problem], Problem] | None = None  # a problem of the members as one of the body; None: pointers are the same
+    translate: Translate | None = None  # None: the body has the members in the same places
 
-    def in_body(self, error: RequestError) -> RequestError:
-        """The same error with pointers into the body; those of `error` are into the members."""
-        return error if self.translate is None else error.translated(self.translate)
+
+def in_places(problem: Problem, places: Mapping[str, str | None]) -> Problem:
+    """The same problem, with a pointer into a body that has some members in other places.
+
+    `places` has the pointer to each of these. None is that of a member which the query has: the problem then names the parameter.
+    """
+    name, slash, rest = problem.at.removeprefix("/").partition("/")
+    if name not in places:
+        return problem
+    if (place := places[name]) is not None:
+        return replace(problem, at=f"{place}{slash}{rest}")
+    return Problem("", f"{problem.expected}{f', at /{rest} of' if rest else ' as'} the query parameter {name}", problem.got)
 
 
 @dataclass(frozen=True, slots=True)

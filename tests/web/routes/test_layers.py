@@ -253,23 +253,34 @@ HEADS = '{"num_heads": 2}'
 OURS = {"spec": '{"d_model": 2, "num_heads": 1, "bias": false}'}
 PLAIN = {f"{name}.weight": np.eye(2, dtype=np.float32) for name in ("query", "key", "value", "output")}
 REFUSALS: dict[str, tuple[bytes, dict[str, str], str, str]] = {
-    "several layers": (packed(bert(3)), {"spec": HEADS}, "/prefix", "encoder.layer.2.attention"),
-    "no such prefix": (packed(bert(3)), {"spec": HEADS, "prefix": "encoder.layer.9"}, "/prefix", "encoder.layer.0.attention"),
-    "no such layout": (packed(ONE), {"spec": HEADS, "layout": "berd"}, "/layout", "bert"),
-    "missing": (packed(without(ONE, f"{STEM}.self.key.weight")), {"spec": HEADS}, f"/weights/{STEM}.self.key.weight", "a tensor"),
-    "surplus": (packed(ONE | {f"{STEM}.self.odd": drawn(2)}), {"spec": HEADS}, f"/weights/{STEM}.self.odd", "only what"),
-    "shape": (packed(ONE | {f"{STEM}.self.key.bias": drawn(5, 5)}), {"spec": HEADS}, f"/weights/{STEM}.self.key.bias", "6"),
-    "heads unsaid": (packed(ONE), {}, "/spec/num_heads", "heads"),
-    "heads that do not fit": (packed(ONE), {"spec": '{"num_heads": 4}'}, "/spec/num_heads", "divisor"),
-    "unknown field": (packed(ONE), {"spec": '{"num_heads": 2, "heads": 2}'}, "/spec/heads", "no field"),
-    "ours, missing": (packed(without(PLAIN, "key.weight"), OURS), {}, "/weights/key.weight", "[2, 2]"),
-    "ours, surplus": (packed({**PLAIN, "key.bias": np.zeros(2, np.float32)}, OURS), {}, "/weights/key.bias", "one of"),
-    "ours, shape": (packed({**PLAIN, "key.weight": np.zeros((2, 3), np.float32)}, OURS), {}, "/weights/key.weight", "[2, 2]"),
-    "ours, given twice": (packed(PLAIN, OURS), {"spec": HEADS}, "/spec", "none"),
+    "several layers": (packed(bert(3)), {"spec": HEADS}, "", "encoder.layer.2.attention as the query parameter prefix"),
+    "no such prefix": (packed(bert(3)), {"spec": HEADS, "prefix": "encoder.layer.9"}, "", "encoder.layer.0.attention"),
+    "no such layout": (packed(ONE), {"spec": HEADS, "layout": "berd"}, "", "as the query parameter layout"),
+    "missing": (packed(without(ONE, f"{STEM}.self.key.weight")), {"spec": HEADS}, f"/{STEM}.self.key.weight", "a tensor"),
+    "surplus": (packed(ONE | {f"{STEM}.self.odd": drawn(2)}), {"spec": HEADS}, f"/{STEM}.self.odd", "only what"),
+    "shape": (packed(ONE | {f"{STEM}.self.key.bias": drawn(5, 5)}), {"spec": HEADS}, f"/{STEM}.self.key.bias", "6"),
+    "heads unsaid": (packed(ONE), {}, "", "at /num_heads of the query parameter spec"),
+    "heads that do not fit": (
+        packed(ONE),
+        {"spec": '{"num_heads": 4}'},
+        "",
+        "a divisor of 6, the queries' rows, at /num_heads of the query",
+    ),
+    "unknown field": (
+        packed(ONE),
+        {"spec": '{"num_heads": 2, "heads": 2}'},
+        "",
+        "no field of that name, at /heads of",
+    ),
+    "ours, missing": (packed(without(PLAIN, "key.weight"), OURS), {}, "/key.weight", "[2, 2]"),
+    "ours, surplus": (packed({**PLAIN, "key.bias": np.zeros(2, np.float32)}, OURS), {}, "/key.bias", "one of"),
+    "ours, shape": (packed({**PLAIN, "key.weight": np.zeros((2, 3), np.float32)}, OURS), {}, "/key.weight", "[2, 2]"),
+    "ours, misspelt": (packed(PLAIN, {"spec": '{"d_model": 2, "num_heads": 1, "heads": 1}'}), {}, "/__metadata__/spec/heads", "no field"),
+    "ours, given twice": (packed(PLAIN, OURS), {"spec": HEADS}, "", "no query parameter spec"),
     "ours, not finite": (
         packed({**PLAIN, "key.weight": np.full((2, 2), np.nan, np.float32)}, OURS),
         {},
-        "/weights/key.weight/0/0",
+        "/key.weight/0/0",
         "finite",
     ),
 }
@@ -370,8 +381,8 @@ def test_weights_in_json_have_the_names_of_any_framework(http: httpx.Client, cas
         (in_json({f"W_{letter}": drawn(6) for letter in "qkvo"}, num_heads=2, bias=True), {}, "/spec/bias"),
         (in_json({f"W_{letter}": drawn(6) for letter in "qkvo"}, num_heads=2, d_modle=6), {}, "/spec/d_modle"),
         (in_json({f"W_{letter}": drawn(6) for letter in "qkvo"}, num_heads=2, dtype=""), {}, "/spec/dtype"),
-        (in_json({f"W_{letter}": drawn(6) for letter in "qkvo"}, num_heads=2), {"spec": "{}"}, "/spec"),
-        (in_json({f"W_{letter}": drawn(6) for letter in "qkvo"}, num_heads=2), {"layout": "bert"}, "/layout"),
+        (in_json({f"W_{letter}": drawn(6) for letter in "qkvo"}, num_heads=2), {"spec": "{}"}, ""),
+        (in_json({f"W_{letter}": drawn(6) for letter in "qkvo"}, num_heads=2), {"layout": "bert"}, ""),
         ({**in_json({f"W_{letter}": drawn(6) for letter in "qkvo"}, num_heads=2, d_model=6), "x": 1}, {}, "/x"),
         (in_json({f"{name}_weight": drawn(6) for name in ("query", "key")}, num_heads=2, d_model=6), {}, "/weights/query.weight"),
     ],
@@ -430,7 +441,8 @@ def test_a_spec_without_its_wrapper_is_refused_with_the_wrapper(http: httpx.Clie
 
 def test_query_parameters_with_a_json_body_are_refused(http: httpx.Client) -> None:
     answer = http.put("/layers/filed", params={"layout": "bert"}, json={"spec": {"d_model": 4, "num_heads": 2}})
-    assert problem(answer, 422)["at"] == "/layout"
+    found = problem(answer, 422)
+    assert (found["at"], "with the query parameter layout" in found["expected"]) == ("", True)
 
 
 @pytest.mark.parametrize("body", [packed(ONE), b'{"spec": {"d_model": 4, "num_heads": 2}}'])
@@ -453,9 +465,11 @@ def test_unknown_and_repeated_query_parameters_are_refused(http: httpx.Client, b
     ],
 )
 def test_a_spec_that_is_not_an_object_is_refused_with_a_pointer(http: httpx.Client, spec: str, status: int, at: str) -> None:
-    """In the query and in the file."""
-    assert problem(put(http, packed(ONE), spec=spec), status)["at"] == f"/spec{at}"
+    """In the file with a pointer, in the query with the place in the parameter."""
     assert problem(put(http, packed(PLAIN, {"spec": spec})), status)["at"] == f"/__metadata__/spec{at}"
+    found = problem(put(http, packed(ONE), spec=spec), status)
+    place = f"at {at} of" if at else "as"
+    assert (found["at"], found["expected"].endswith(f" {place} the query parameter spec")) == ("", True)
 
 
 @pytest.mark.parametrize("seed", [None, 5])
@@ -476,7 +490,7 @@ def test_given_weights_admit_seed_and_init_but_no_gain(http: httpx.Client) -> No
     for same in ({"seed": 7, "init": "torch_linear", "gain": 1.0}, {"seed": None, "init": None, "gain": None}, plain["spec"]):
         assert http.put("/layers/filed", json={"spec": {**spec, **same}, "weights": weights}).json() == plain
     refused = problem(put(http, packed(ONE), spec=json.dumps({"num_heads": 1, "gain": 2.0})), 422)
-    assert refused["at"] == "/spec/gain" and refused["expected"].startswith("nothing, since the weights are given")
+    assert refused["expected"] == "nothing, since the weights are given and none is drawn, at /gain of the query parameter spec"
     assert http.delete("/layers/filed").status_code == 204
 
 

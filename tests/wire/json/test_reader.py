@@ -417,3 +417,7 @@ def test_large_bodies_are_read_and_refused_alike() -> None:
     last = text.rindex(",") + 1
     for word, place in (("[1]", "/x/69999/3"), ("null", "/x/69999/3"), ("NaN", "/x/69999/3"), ("1, 2", "/x/69999")):
         assert refusal(f'{{"x": {text[:last]}{word}]]}}'.encode()).problems[0].at == place
+
+    beside = '"tokens": {"query": [1, 1e999]}'
+    large, small = refusal(f'{{{beside}, "x": {text}}}'.encode()), refusal(f"{{{beside}}}".encode())
+    assert large.problems == small.problems and small.problems[0].at == "/tokens/query/1"

@@ -5,18 +5,19 @@ Arrays are views of the body, so no memory is allocated for weights before the r
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from attend.attention.operators import OPERATORS
 from attend.checkpoints import read_layer, read_model_layer
 from attend.checkpoints.reader import FLAGS, UNSEEN
-from attend.errors import InvalidRequest, TooLarge
+from attend.errors import InvalidRequest, TooLarge, Translate, translating
 from attend.serving.layers.registry import LoadedLayer
 from attend.spec import LayerSpec
 from attend.spec_parts import Part
 from attend.tensors import BY_TORCH, Array
-from attend.wire.codec import Buffer
+from attend.wire.codec import Buffer, in_places
 from attend.wire.json.strict import parse_nested
 from attend.wire.problems import describe_value, validate
 from attend.wire.safetensors import read_tensors, write_tensors
@@ -24,6 +25,13 @@ from attend.wire.safetensors import read_tensors, write_tensors
 MAX_ORIGIN = 200  # characters
 SPEC, FINGERPRINT, ORIGIN = "spec", "fingerprint", "origin"  # entries of the metadata of this service's files
 CONFIG, LAYER, PART = "config", "layer", "part"  # entries for a layer of a model with its config.json
+# where a safetensors file has the members of PUT /layers, with its spec in the metadata, and without; None: in the query
+IN_OWN_FILE = {"spec": "/__metadata__/spec", "weights": ""}
+IN_CHECKPOINT = {
+    **dict.fromkeys(("layout", "prefix", "spec")),
+    **{name: f"/__metadata__/{name}" for name in (CONFIG, LAYER, PART)},
+    "weights": "",
+}
 ASSUMABLE = ("scale", *dict.fromkeys(operator.field for operator in OPERATORS if operator.field not in FLAGS))  # tensors tell the flags
 
 
@@ -43,11 +51,19 @@ class ParsedLayer(NamedTuple):
     weights: Mapping[str, Array] | None
     assumed: Mapping[str, Any] = MappingProxyType({})  # fields of the spec that neither tensors nor caller gave
     origin: str | None = None  # where the weights are from, if that is known
+    translate: Translate | None = None  # a problem of spec or weights as one of the body
 
 
 def read_layer_file(body: bytes, source: CheckpointQuery) -> ParsedLayer:
     """The layer, with weights that are views of the body. Raises MalformedBody, TooLarge or InvalidRequest with the tensor or field."""
     tensors, metadata = read_tensors(body)
+    translate = partial(in_places, places=IN_OWN_FILE if SPEC in metadata else IN_CHECKPOINT)
+    with translating(translate):
+        return _read_file(tensors, metadata, source)._replace(translate=translate)
+
+
+def _read_file(tensors: Mapping[str, Array], metadata: Mapping[str, str], source: CheckpointQuery) -> ParsedLayer:
+    """The layer of a file. Raises as `read_layer_file`, with pointers into layout, prefix, spec, weights, and the config's entries."""
     if SPEC not in metadata:
         given = _object(source.spec or "{}", "/spec")
         if CONFIG in metadata:
@@ -55,14 +71,10 @@ def read_layer_file(body: bytes, source: CheckpointQuery) -> ParsedLayer:
             origin = f"layer {metadata[LAYER]} of a model, by its config.json"
             return ParsedLayer(spec_of_given_weights(validate(LayerSpec, fields, "/spec")), weights, origin=origin)
         return read_checkpoint(tensors, source, given)
-    if source.layout not in (None, "attend"):
-        raise InvalidRequest.where(
-            "/layout", "none, or attend: the file is of this service, with its spec in the metadata", source.layout or ""
-        )
-    for name in ("prefix", "spec"):
-        if getattr(source, name):
-            raise InvalidRequest.where(f"/{name}", "none, since the file has its spec in the metadata", "one")
-    spec = without_init(validate(LayerSpec, _object(metadata[SPEC], "/__metadata__/spec"), "/spec"))
+    for name in ("layout", "prefix", "spec"):
+        if (given := getattr(source, name)) and (name, given) != ("layout", "attend"):
+            raise InvalidRequest.where("", f"no query parameter {name}, since the file has its spec in the metadata", "one")
+    spec = without_init(validate(LayerSpec, _object(metadata[SPEC], "/spec"), "/spec"))
     return ParsedLayer(spec, tensors, origin=_origin(metadata))
 
 
@@ -96,11 +108,11 @@ def _read_by_config(
     """Fields and weights of the layer that the metadata name, as the model's config.json describes it. Raises InvalidRequest."""
     for name in ("layout", "prefix"):
         if getattr(source, name):
-            raise InvalidRequest.where(f"/{name}", "none, since the file has its model's config in the metadata", "one")
+            raise InvalidRequest.where("", f"no query parameter {name}, since the file has its model's config in the metadata", "one")
     number = metadata.get(LAYER, "none")
     if not (number.isascii() and number.isdigit() and len(number) < 9):
-        raise InvalidRequest.where("/__metadata__/layer", "the number of a layer, which config requires", number[:60])
-    config = _object(metadata[CONFIG], "/__metadata__/config", nonfinite=True)  # some models have Infinity there
+        raise InvalidRequest.where("/layer", "the number of a layer, which config requires", number[:60])
+    config = _object(metadata[CONFIG], "/config", nonfinite=True)  # some models have Infinity there
     return read_model_layer(tensors, config, int(number), metadata.get(PART), spec)
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import structlog
 
-from attend.errors import AttendError, DeadlinePassed, InvalidRequest, LayerConflict, NotReady, RequestError, TooLarge
+from attend.errors import AttendError, DeadlinePassed, InvalidRequest, LayerConflict, NotReady, RequestError, TooLarge, translating
 from attend.serving.layers.files import ParsedLayer, require_storable, require_storable_spec
 from attend.serving.layers.registry import LayerRegistry, LoadedLayer, UnloadedLayer
 from attend.serving.layers.store import SUFFIX, UNLOADED, Claim, LayerFile, LayerStore, storage_faults
@@ -87,18 +87,19 @@ class LayerLoader:
         self._require_not_configured(name)
         change = 0
         async with self._in_time(deadline) as limit, self._exclusive(deadline):
-            spec, weights, assumed, origin = await self._run_in_thread(read)
-            self.registry.check_size(name, spec)
-            require_storable_spec(spec, self.largest)
-            layer = await self._make(name, spec, weights, origin)
-            await self._run_in_thread(require_storable, layer, self.largest)
+            parsed = await self._run_in_thread(read)
+            with translating(parsed.translate):
+                self.registry.check_size(name, parsed.spec)
+                require_storable_spec(parsed.spec, self.largest)
+                layer = await self._make(name, parsed.spec, parsed.weights, parsed.origin)
+                await self._run_in_thread(require_storable, layer, self.largest)
             async with self._changing:
                 limit.reschedule(None)
                 if self.store is not None:
                     change, self._files[name] = await self._run_in_thread(self.store.write, layer)
                 new = self._add(layer)
         await self._wait_for_others(change, deadline)
-        return AddedLayer(layer, new, assumed)
+        return AddedLayer(layer, new, parsed.assumed)
 
     async def remove(self, name: str, deadline: float | None = None) -> None:
         """Remove the layer or its invalid file. Raises LayerNotFound, LayerConflict, or as `_wait_for_others` does."""
@@ -123,7 +124,7 @@ class LayerLoader:
             limit.reschedule(None)
             if self.registry.unloaded(name) is not None:
                 return
-            layer, weights = self.registry.find(name, at=""), None
+            layer, weights = self.registry.find(name), None
             self.registry.require_room_for_unloaded()
             if self.store is not None:
                 change, self._files[name] = await self._run_on_folder(self.store.unload, name)
@@ -135,7 +136,7 @@ class LayerLoader:
     async def load(self, name: str, deadline: float | None = None) -> None:
         """Make an unloaded layer available; do nothing if it is loaded. Raises LayerNotFound, or the same errors as `put`."""
         if self.registry.unloaded(name) is None:
-            self.registry.find(name, at="")
+            self.registry.find(name)
             return
         change = 0
         async with self._in_time(deadline) as limit, self._exclusive(deadline):
@@ -144,7 +145,7 @@ class LayerLoader:
             async with self._changing:
                 limit.reschedule(None)
                 if unloaded is None or self.registry.unloaded(name) is None:  # another caller was faster
-                    self.registry.find(name, at="")
+                    self.registry.find(name)
                     return
                 if self.store is not None:
                     change, self._files[name] = await self._run_on_folder(self.store.load, name)

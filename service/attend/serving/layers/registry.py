@@ -76,10 +76,10 @@ class LayerRegistry:
     def __contains__(self, name: str) -> bool:
         return name in self._layers
 
-    def find(self, name: str, at: str = "/layer") -> LoadedLayer:
-        """The layer of that name.
+    def find(self, name: str, at: str = "") -> LoadedLayer:
+        """The layer of that name. `at`: where the body has the name.
 
-        Raises LayerUnloaded, or LayerNotFound with the existing names. `at` is the JSON pointer to the name in the request.
+        Raises LayerUnloaded, or LayerNotFound with the existing names.
         """
         if (layer := self._layers.get(name)) is None:
             if name in self._unloaded:
@@ -102,7 +102,7 @@ class LayerRegistry:
 
     def layer_info(self, name: str) -> LayerInfo:
         """Description of one layer, unloaded or not, with its steps. Raises LayerNotFound."""
-        layer = self._unloaded.get(name) or self.find(name, at="")
+        layer = self._unloaded.get(name) or self.find(name)
         return self.info_of(layer).model_copy(update={"steps": formulas(layer.spec.program)})
 
     def info_of(self, layer: LoadedLayer | UnloadedLayer) -> LayerInfo:

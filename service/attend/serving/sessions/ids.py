@@ -42,12 +42,12 @@ def make_id(process: Process) -> str:
     return f"s.{process.replica}.{base64.urlsafe_b64encode(data + _checksum(process.replica, data)).decode()}"
 
 
-def process_of(session_id: str) -> Process:
-    """The process that made the id. Raises SessionNotFound if none did."""
+def process_of(session_id: str, at: str = "") -> Process:
+    """The process that made the id. Raises SessionNotFound if none did. `at`: where the body has the id."""
     match = ID.fullmatch(session_id)
     data = base64.urlsafe_b64decode(match[2]) if match else b""
     if match is None or data[-CHECKSUM_BYTES:] != _checksum(match[1], data[:-CHECKSUM_BYTES]):
-        raise SessionNotFound.where("", "the id of a session, as POST /sessions returns it", describe_value(session_id))
+        raise SessionNotFound.where(at, "the id of a session, as POST /sessions returns it", describe_value(session_id))
     return Process(match[1], data[:PROCESS_BYTES])
 
 

@@ -17,16 +17,16 @@ def lock_for_call(sessions: SessionRegistry, reference: SessionReference, reques
     """Lock the session of a call."""
     if reference.sequence is not None:
         return lock_sequence(sessions, reference.layer, reference.sequence, request)
-    return lock_session(sessions, reference.find(sessions, request.api_key).id, request.api_key, request)
+    return lock_session(sessions, reference.id, request.api_key, request, reference.at)
 
 
 @asynccontextmanager
-async def lock_session(sessions: SessionRegistry, session_id: str, owner: str, request: Request) -> AsyncIterator[Session]:
-    """The session, for one call at a time. If that call fails, the session keeps the rows that it had.
+async def lock_session(sessions: SessionRegistry, session_id: str, owner: str, request: Request, at: str = "") -> AsyncIterator[Session]:
+    """The session, for one call at a time. If that call fails, the session keeps the rows that it had. `at`: where the body has the id.
 
     Raises what `SessionRegistry.find` raises, and CallerGone or DeadlinePassed if the caller cannot wait.
     """
-    session = sessions.find(session_id, owner)
+    session = sessions.find(session_id, owner, at)
     sessions.use(session)
     try:
         try:
@@ -37,7 +37,7 @@ async def lock_session(sessions: SessionRegistry, session_id: str, owner: str, r
         length = session.length
         try:
             request.check_caller(sessions.clock())
-            sessions.find(session_id, owner)  # it may have ended meanwhile
+            sessions.find(session_id, owner, at)  # it may have ended meanwhile
             yield session
             length = session.length
         finally:

@@ -2,30 +2,19 @@
 
 from dataclasses import dataclass
 
-from attend.errors import InvalidRequest, Problem, SessionEnded, SessionNotFound, WrongReplica
-from attend.serving.sessions.registry import Session, SessionRegistry
+from attend.errors import InvalidRequest
 from attend.wire.codec import Decoded, SequencePart
 from attend.wire.problems import describe_value
 
 
 @dataclass(frozen=True, slots=True)
 class SessionReference:
-    """The id of a session, and the pointer `at` which the body has it, "" for the path; or a part of a sequence of a layer."""
+    """The id of a session, and where the body has it, "" for the path; or a part of a sequence of a layer."""
 
     id: str = ""
     at: str = ""
     sequence: SequencePart | None = None
     layer: str = ""
-
-    def find(self, sessions: SessionRegistry, owner: str) -> Session:
-        """The session of the id. Raises what `SessionRegistry.find` raises, with the place in the body."""
-        try:
-            return sessions.find(self.id, owner)
-        except (SessionNotFound, SessionEnded, WrongReplica) as error:
-            if not self.at:
-                raise
-            expected = error.problems[0].expected if error.problems else "the id of a session that this server keeps"
-            raise type(error)(error.detail, [Problem(self.at, expected, describe_value(self.id))]) from None
 
 
 def reference_of(in_path: str, decoded: Decoded, in_body: bool) -> SessionReference | None:

@@ -34,6 +34,7 @@ from attend.serving.layers.registry import LayerRegistry, LoadedLayer
 from attend.serving.metrics import Metrics
 from attend.serving.sessions.ids import Process, make_id, process_of
 from attend.spec import LayerSpec
+from attend.wire.problems import describe_value
 from attend.wire.schemas.schema import LayerReference
 from attend.wire.schemas.sessions import PostSession, SessionInfo
 
@@ -147,7 +148,7 @@ class SessionRegistry:
 
     def create(self, body: PostSession, owner: str) -> Session:
         """A new session without rows. Raises LayerNotFound, LayerUnloaded, InvalidRequest or Overloaded."""
-        layer = self.layers.find(body.layer)
+        layer = self.layers.find(body.layer, at="/layer")
         self._require_room(owner)
         return self._add(layer, KeyValueCache(layer.spec, self.pool, owner), body.capacity, body.idle_seconds)
 
@@ -193,26 +194,27 @@ class SessionRegistry:
             self._sweeping = asyncio.get_running_loop().create_task(self._sweep_regularly())
         return session
 
-    def _require_own(self, session_id: str) -> None:
-        """Raises SessionNotFound, WrongReplica, or SessionEnded if this process has not made the id."""
-        process, own = process_of(session_id), self.process
+    def _require_own(self, session_id: str, problem: Problem) -> None:
+        """Raises SessionNotFound, or with the problem WrongReplica or SessionEnded, if this process has not made the id."""
+        process, own = process_of(session_id, problem.at), self.process
         if process.replica != own.replica:
             moved = f"replica {process.replica} has this session, and this is {own.replica}; a balancer has to send its requests there"
-            raise WrongReplica(moved)
+            raise WrongReplica(moved, [problem])
         if process != own:
-            raise SessionEnded("the session has ended: its process was restarted")
+            raise SessionEnded("the session has ended: its process was restarted", [problem])
 
-    def find(self, session_id: str, owner: str) -> Session:
-        """The owner's session of that id. Raises SessionNotFound, SessionEnded or WrongReplica."""
+    def find(self, session_id: str, owner: str, at: str = "") -> Session:
+        """The owner's session of that id. Raises SessionNotFound, SessionEnded or WrongReplica. `at`: where the body has the id."""
         if (session := self._sessions.get(session_id)) is not None and session.owner == owner:
             self._follow_layer(session)
         if (session := self._sessions.get(session_id)) is not None and session.owner == owner:
             return session
-        self._require_own(session_id)
+        problem = Problem(at, "the id of a session that this server keeps", describe_value(session_id))
+        self._require_own(session_id, problem)
         known, reason = self._ended.get(session_id, (None, None))
         if session is not None or (known is not None and known != owner):
-            raise SessionNotFound.where("", "the id of a session of this API key", "that of another one")
-        raise SessionEnded("the session has ended" + (f": {MEANINGS[reason]}" if reason is not None else ""))
+            raise SessionNotFound.where(at, "the id of a session of this API key", "that of another one")
+        raise SessionEnded("the session has ended" + (f": {MEANINGS[reason]}" if reason is not None else ""), [problem])
 
     def of_owner(self, owner: str) -> list[Session]:
         """The owner's sessions, least recently used first."""

@@ -56,7 +56,7 @@ class TextEncoder:
                 if layer.fingerprint == await run(fingerprint, sentence.spec, sentence.weights):
                     effects = await run(model.effects, body.text) if body.effects else None
                     return await run(_written, layer, sentence, effects)
-            layer = self.service.registry.find(body.layer)
+            layer = self.service.registry.find(body.layer, at="/layer")
             widths = {"query": layer.spec.query_dim, "key": layer.spec.key_dim, "value": layer.spec.value_dim}
             return await run(_hashed, layer, body.text, widths[body.part])
         except InvalidText as error:

@@ -1,12 +1,11 @@
 """The routes of /v2: this server, its models, inference, and the model repository, which lists, creates, unloads and reloads layers."""
 
-from dataclasses import replace
 from typing import Any, TypeVar
 
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 
-from attend.errors import LayerConflict, LayerNotFound, MalformedBody, RequestError, StorageFull
+from attend.errors import LayerConflict, LayerNotFound, MalformedBody, StorageFull
 from attend.serving.binding import ATTEND
 from attend.serving.layer_requests import make_layer, read_object
 from attend.serving.layers.registry import LoadedLayer
@@ -18,12 +17,11 @@ from attend.web.request_reader import begin_without_body, receive_body
 from attend.web.requests import Body, HttpRequest
 from attend.web.routes.layers import NewName
 from attend.web.v2.description import ProtocolExtensions, config_of, index_of, metadata_of, statistics_of
-from attend.wire.json.strict import parse_nested
 from attend.wire.negotiation import CODECS, JSON
 from attend.wire.problems import validate
 from attend.wire.schemas.schema import require_layer_name
 from attend.wire.v2.codec import HEADER_LENGTH, V2Codec
-from attend.wire.v2.members import require_version
+from attend.wire.v2.members import decode_config, require_version
 from attend.wire.v2.schemas import (
     Health,
     IndexRequest,
@@ -46,7 +44,6 @@ VERSION_PATH = f"{MODEL_PATH}/versions/{{version}}"  # every path of a model als
 REPOSITORY_PATH = "/v2/repository/models/{name}"
 STATISTICS_BYTES = 1000  # of the statistics of a model, roughly
 MODEL_BYTES = 80  # of the entry of a model in the index of the repository, roughly
-CONFIG_PATH = "/parameters/config"  # the place of the spec in a request to load a model
 MAX_BODY_BYTES = 1 << 16  # bytes of a body for the model repository, before and after decompression; a spec has some hundreds
 CODEC = V2Codec()
 INFER_EXAMPLE = {
@@ -87,7 +84,7 @@ def add_endpoints(table: EndpointTable, service: Service, extensions: ProtocolEx
     def find(request: HttpRequest, name: str) -> LoadedLayer:
         """The layer of a path. Raises LayerNotFound, also for an unknown version, or LayerUnloaded."""
         require_version(request.path_parameters.get("version"))
-        return service.registry.find(name, at="")
+        return service.registry.find(name)
 
     @table.add("GET", "/v2", READ, grpc_methods=("ServerMetadata",), **options, response_model=ServerMetadata)
     async def server(request: HttpRequest) -> Response:
@@ -277,11 +274,7 @@ async def load_layer(service: Service, name: str, parameters: LoadParameters, de
         await service.loader.load(name, deadline)
         return
     require_layer_name(name)
-    spec = await run_in_threadpool(parse_nested, config, CONFIG_PATH)
-    try:
-        await make_layer(service, name, spec, deadline)
-    except RequestError as refusal:
-        raise refusal.translated(lambda problem: replace(problem, at=CONFIG_PATH + problem.at.removeprefix("/spec"))) from None
+    await make_layer(service, name, await run_in_threadpool(decode_config, config), deadline)
 
 
 async def _read(request: HttpRequest, service: Service, model: type[D]) -> D:

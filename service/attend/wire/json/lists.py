@@ -6,13 +6,15 @@ lists, brackets are added: [[1,2],[3,4]] may be read as [[1,2],[3]] and [[4]].
 """
 
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from attend.axes import Kind
-from attend.errors import InvalidRequest, Problem, RequestError, TooLarge, pointer
+from attend.errors import InvalidRequest, TooLarge, pointer
 from attend.limits import WireLimits
 from attend.tensors import BY_NUMPY, Array
 from attend.wire.arrays import MAX_RANK, beyond_float64, convert, range_text
@@ -48,10 +50,8 @@ class RawValue(NamedTuple):
         if self.stop - self.start > MAX_PARSED_BYTES:
             raise TooLarge.where(at, f"a value of at most {MAX_PARSED_BYTES} bytes", str(self.stop - self.start))
         position_of = lambda offset: line_and_column(self.text, self.start + offset)  # noqa: E731
-        try:
-            return parse_strictly(self.text[self.start : self.stop], position_of=position_of, limits=self.limits)
-        except TooLarge as refusal:
-            raise refusal.translated(lambda problem: replace(problem, at=at)) from None
+        text, pointer_of = self.text[self.start : self.stop], partial(pointer, at=at)
+        return parse_strictly(text, position_of=position_of, limits=self.limits, pointer_of=pointer_of)
 
 
 class NumberList(RawValue):
@@ -88,16 +88,15 @@ class NumberList(RawValue):
             self._require_bounded(builder.at, lists, open_before + _max_depth(piece))
             if stop < 0:
                 raise InvalidRequest.where(builder.pointer_to_next(), f"a number of less than {PIECE_BYTES} bytes", "a longer one")
-            try:
-                items = self._parse(piece, start, open_before, open_after, stop == self.stop)
-            except RequestError as refusal:
-                raise refusal.translated(builder.problem_in_list) from None
+            items = self._parse(piece, start, open_before, open_after, stop == self.stop, builder.pointer_of)
             builder.add(items, open_before, open_after)
             if stop == self.stop:
                 return builder.array()
             start, open_before = stop + 1, open_after
 
-    def _parse(self, piece: bytes, start: int, open_before: int, open_after: int, is_last: bool) -> Any:
+    def _parse(
+        self, piece: bytes, start: int, open_before: int, open_after: int, is_last: bool, pointer_of: Callable[[Sequence[int]], str]
+    ) -> Any:
         """The piece as Python lists. It is completed by the brackets of the lists that it begins or ends in.
 
         The comma between two pieces is in neither, so an item must end before it and another begin after it. If none does, text is added
@@ -108,7 +107,7 @@ class NumberList(RawValue):
         after = b"" if is_last else b"," if no_item else b"]" * open_after
         position_of = lambda offset: line_and_column(self.text, start + max(0, offset - len(before)))  # noqa: E731
         limits = replace(self.limits, values=2 * PIECE_BYTES)  # numbers of a tensor have no other limit than its bytes
-        return parse_strictly(b"".join((before, piece, after)), position_of=position_of, limits=limits)
+        return parse_strictly(b"".join((before, piece, after)), position_of=position_of, limits=limits, pointer_of=pointer_of)
 
     def _require_bounded(self, at: str, lists: int, depth: int) -> None:
         if depth > self.limits.max_depth:
@@ -149,15 +148,13 @@ class ArrayBuilder:
         array = np.concatenate(self.pieces) if len(self.pieces) > 1 else self.pieces[0]
         return convert(array.reshape([self.lengths[depth] for depth in range(1, self.rank + 1)]), self.dtype, self.at)
 
-    def problem_in_list(self, problem: Problem) -> Problem:
-        """A problem of the next piece, with a pointer into the whole list. The first items at each depth continue open lists."""
-        if not problem.at:  # the text is not JSON
-            return problem
-        index = [int(part) for part in problem.at.split("/")[1:]]
+    def pointer_of(self, path: Sequence[int]) -> str:
+        """Pointer to the item at this path in the next piece. The first items at each depth continue open lists."""
+        index = list(path)
         for depth, before in enumerate(self.counts):
             if depth < len(index) and not any(index[:depth]):
                 index[depth] += before
-        return replace(problem, at=self.at + pointer(index))
+        return pointer(index, self.at)
 
     def pointer_to_next(self, skipped: int = 0) -> str:
         """Pointer to the next item, or to the one after `skipped` others."""

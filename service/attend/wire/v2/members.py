@@ -9,6 +9,7 @@ into an input, by its index, every other field into a parameter, and the layer i
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, get_args
 
 import numpy as np
@@ -17,7 +18,7 @@ from pydantic import BaseModel
 from attend.axes import TENSOR_FIELDS, Kind
 from attend.errors import InvalidRequest, LayerNotFound, MalformedBody, Problem, did_you_mean, pointer
 from attend.tensors import DATATYPES, Array, Datatype
-from attend.wire.codec import Reply
+from attend.wire.codec import Decoded, Reply, in_places
 from attend.wire.json.strict import parse_nested
 from attend.wire.problems import describe_value, one_of
 from attend.wire.safetensors import LIST_FIELDS
@@ -30,6 +31,7 @@ def has_members(annotation: Any) -> bool:
 
 
 VERSION = "1"  # of every model
+CONFIG_PLACE = "/parameters/config"
 INPUT_FIELDS = {*AttendRequest.tensor_kinds, *LIST_FIELDS}
 INPUT_NAMES = [name for name in AttendRequest.model_fields if name in INPUT_FIELDS]
 PROTOCOL_PARAMETERS = (
@@ -102,6 +104,11 @@ def _outputs(names: Sequence[str], select: Any) -> list[str]:
         if output not in outputs:
             outputs.append(output)
     return outputs
+
+
+def decode_config(text: str) -> Decoded:
+    """The member `spec` of a request to load a model, whose parameter `config` has it as JSON text. Raises what `parse_nested` raises."""
+    return Decoded({"spec": parse_nested(text, CONFIG_PLACE)}, translate=partial(in_places, places={"spec": CONFIG_PLACE}))
 
 
 def squeeze_per_item(members: dict[str, Any]) -> None:
