@@ -9,7 +9,7 @@ import torch
 
 from attend.attention.call import Call
 from attend.attention.program import program_of
-from attend.attention.reference.request import Request
+from attend.attention.reference.call import ReferenceCall
 from attend.axes import CALL_TENSORS, FEATURES, PROGRAM_TENSORS, TENSOR_FIELDS
 from attend.check.random_cases import REQUEST_FEATURES
 from attend.limits import ServingLimits
@@ -58,7 +58,7 @@ def test_each_tensor_that_steps_read_is_read_by_one_and_is_in_random_cases() -> 
     spec = LayerSpec(d_model=8, num_heads=2)
     read = {name for step in program_of(spec, FEATURES) for name in step.reads}
     assert {field.value for field in PROGRAM_TENSORS.values()} <= read
-    assert {*PROGRAM_TENSORS} <= {field.name for field in dataclasses.fields(Request)}
+    assert {*PROGRAM_TENSORS} <= {field.name for field in dataclasses.fields(ReferenceCall)}
     assert {*FEATURES.values()} == {name for name in REQUEST_FEATURES if name in PROGRAM_TENSORS} | {"pattern", "head_outputs"}
 
 

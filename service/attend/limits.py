@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 MIB = 1024 * 1024
+READY_SECONDS = 2.0  # in which a working device answers a check
 JSON_TEXT_BYTES = 1 << 20  # of JSON text in a parameter of V2, or in an entry of safetensors metadata
 
 

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from attend.errors import did_you_mean
-from attend.limits import MIB, BatchLimits, QueueLimits, ServingLimits, WireLimits
+from attend.limits import MIB, READY_SECONDS, BatchLimits, QueueLimits, ServingLimits, WireLimits
 from attend.spec import DType, Init, LayerSpec, MatmulPrecision
 from attend.wire.schemas.schema import LAYER_NAME
 
@@ -149,7 +149,9 @@ class Settings(BaseModel):
     compress_replies: bool = Field(default=False, description="Compress replies also for clients that accept several codings.")
 
     # start, readiness and end
-    ready_timeout: float = Field(default=2.0, gt=0, description="Seconds in which an idle device must answer a probe for readiness.")
+    ready_timeout: float = Field(
+        default=READY_SECONDS, gt=0, description="Seconds in which an idle device must answer a probe for readiness."
+    )
     drain_seconds: float = Field(
         default=5.0, ge=0, description="Seconds after SIGTERM in which calls are accepted, but the server is not ready."
     )

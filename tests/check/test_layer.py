@@ -6,7 +6,7 @@ import pytest
 from attend.attention.operators import OPERATORS
 from attend.attention.operators.operator import Operator
 from attend.attention.reference import forward
-from attend.attention.reference.request import Request
+from attend.attention.reference.call import ReferenceCall
 from attend.check.layer import Layer
 from support.cases import weights_of
 from support.operator_cases import case_with
@@ -18,5 +18,5 @@ def test_layers_with_each_operator_agree_with_the_reference(operator: type[Opera
         case = case_with(operator, seed)
         weights = weights_of(case)
         expected = forward.attend(case.spec, weights, **case.request).output
-        output = Layer(case.spec, weights).attend(Request(**case.request)).output
+        output = Layer(case.spec, weights).attend(ReferenceCall(**case.request)).output
         np.testing.assert_allclose(np.reshape(output, expected.shape), expected, rtol=1e-9, atol=1e-12, equal_nan=True)

@@ -15,7 +15,7 @@ from safetensors.numpy import load
 
 from attend.attention.call import Call, Result
 from attend.attention.layer import MultiHeadAttention
-from attend.attention.reference.request import Request
+from attend.attention.reference.call import ReferenceCall
 from attend.check.layer import Layer
 from attend.check.random_cases import FEATURES, Case, random_case
 from attend.client import AnalysisResult, Client
@@ -38,7 +38,7 @@ WINDOW, LINKS, MASS = 1, 3, 0.8
 
 def items(case: Case, weights: dict[str, Any], words: Any) -> list[Item]:
     """The items of a case, with padding and positions derived from the request alone."""
-    request = Request(**case.request)
+    request = ReferenceCall(**case.request)
     ref = Layer(case.spec, weights).attend(request)
     b, h, q, _ = ref.attention_weights.shape
     positions, real = request.query_indices(ref.scores.shape, needed=False), request.real_keys()

@@ -14,8 +14,8 @@ from attend.attention.cache import KeyValueCache, PagePool, cached_tensors, foll
 from attend.attention.call import Result
 from attend.attention.decoding import CachedStep, forward_steps
 from attend.attention.reference import forward
+from attend.attention.reference.call import ReferenceCall
 from attend.attention.reference.forward import Outputs
-from attend.attention.reference.request import Request
 from attend.check.random_cases import FEATURES, REQUEST_FEATURES, Case, Draw, Sizes, draw_options, random_case, rounded
 from attend.cli.server_check import compare_output, compared_outputs, largest_score
 from attend.limits import ServingLimits
@@ -163,7 +163,7 @@ def _offset(request: Mapping[str, Any], keys: int) -> int:
     offset = request["query_offset"]
     if offset != "end":
         return int(offset)
-    whole = Request(**{**request, "key": np.zeros((keys, 1)), "value": None})
+    whole = ReferenceCall(**{**request, "key": np.zeros((keys, 1)), "value": None})
     return int(whole.query_indices((1, 1, len(request["query"]), keys), True)[0, 0])
 
 

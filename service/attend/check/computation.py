@@ -10,8 +10,8 @@ import numpy as np
 
 from attend.attention.program import constants, needed, program_of
 from attend.attention.reference.arithmetic import NumpyArithmetic
+from attend.attention.reference.call import ReferenceCall
 from attend.attention.reference.forward import Outputs, features_of, inputs_of, run_steps
-from attend.attention.reference.request import Request
 from attend.check.cases import CheckCase
 from attend.check.chunks import in_chunks
 from attend.check.divergence import RunStep
@@ -101,9 +101,9 @@ class Computation:
     @np.errstate(all="ignore")
     def steps(self) -> list[RunStep]:
         """The steps of the layer's program that the output depends on and that write real numbers, with what they write."""
-        m, request = NumpyArithmetic(self.weights), self._request
-        values, steps, written = m.weights | inputs_of(self.spec, request), list[RunStep](), dict[str, int]()
-        program = program_of(self.spec, features_of(self.spec, request))
+        m, call = NumpyArithmetic(self.weights), self._call
+        values, steps, written = m.weights | inputs_of(self.spec, call), list[RunStep](), dict[str, int]()
+        program = program_of(self.spec, features_of(self.spec, call))
         run_steps(m, constants(program), values)
         for step in needed(program, {"output"}, given=[name for constant in constants(program) for name in constant.writes]):
             run_steps(m, (step,), values)
@@ -181,23 +181,23 @@ class Computation:
         return self.added if numbers is None else numbers if self.added is None else numbers + self.added
 
     @property
-    def _request(self) -> Request:
+    def _call(self) -> ReferenceCall:
         """The call as the reference gets it."""
         case = self.case
         visible = case.visible & case.exists if case.chunks else case.visible
         mask = None if visible.all() else visible
         inputs: dict[str, Any] = {"query": case.query, "key": case.key, "value": case.value, "query_offset": case.query_offset}
-        return Request(**inputs, attend_mask=mask, bias=self._bias)
+        return ReferenceCall(**inputs, attend_mask=mask, bias=self._bias)
 
     @np.errstate(all="ignore")
     def _attend(self, nudge: float = 0.0) -> Outputs:
         """Every output. `nudge` moves numbers before they are rounded."""
-        case, request = self.case, self._request
+        case, call = self.case, self._call
         layer = self.layer if self.rounded is None else in_low_precision(self.layer, *self.rounded, nudge)
         if case.chunks and layer is not Layer:
             with suppress(ValueError):
-                return in_chunks(layer, case)(self.spec, self.weights).attend(request)
-        return layer(self.spec, self.weights).attend(request)
+                return in_chunks(layer, case)(self.spec, self.weights).attend(call)
+        return layer(self.spec, self.weights).attend(call)
 
     @np.errstate(all="ignore")
     def _expected(self, result: Outputs, fill: float = LARGE[0]) -> Expected:

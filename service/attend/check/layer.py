@@ -14,8 +14,8 @@ from attend.attention.operators.sinks import sum_with_sinks
 from attend.attention.operators.step import Step
 from attend.attention.program import needed, parts_of
 from attend.attention.reference.arithmetic import NumpyArithmetic
+from attend.attention.reference.call import ReferenceCall
 from attend.attention.reference.forward import Outputs, Values, features_of, inputs_of, named_outputs
-from attend.attention.reference.request import Request
 from attend.spec import LayerSpec
 from attend.tensors import Array
 
@@ -32,11 +32,11 @@ class Layer(NumpyArithmetic):
         self.parts: Mapping[str, Sequence[Step]] = {}
 
     @np.errstate(invalid="ignore", over="ignore")  # blocked keys may be NaN or infinite; their scores are replaced by -inf
-    def attend(self, request: Request) -> Outputs:
+    def attend(self, call: ReferenceCall) -> Outputs:
         """Every output, with a batch axis."""
         spec = self.spec
-        self.values = self.weights | inputs_of(spec, request)
-        self.parts = parts_of(spec, features_of(spec, request) | {"joined_keys", "values"})
+        self.values = self.weights | inputs_of(spec, call)
+        self.parts = parts_of(spec, features_of(spec, call) | {"joined_keys", "values"})
         values = self.values
         self.run(self.parts["constants"], values)
         self.run([step for step in self.parts["heads"] if not any(name.endswith("_projection") for name in step.writes)], values)

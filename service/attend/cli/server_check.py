@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from attend.attention.reference.call import ReferenceCall
 from attend.attention.reference.forward import Outputs, attend
-from attend.attention.reference.request import Request
 from attend.check import tolerance
 from attend.check.low_precision import HALF
 from attend.check.random_cases import Case, random_case
@@ -146,7 +146,7 @@ def _check(client: Client, name: str, case: Case) -> list[OutputError]:
 
 def with_roundings(case: Case, weights: Mapping[str, Array]) -> Outputs | None:
     """What the reference computes with the roundings of a half-precision layer, with a batch axis; None for other layers."""
-    return RoundedLayer(case.spec, weights).attend(Request(**case.request)) if case.spec.dtype in HALF else None
+    return RoundedLayer(case.spec, weights).attend(ReferenceCall(**case.request)) if case.spec.dtype in HALF else None
 
 
 def compared_outputs(spec: LayerSpec) -> list[str]:

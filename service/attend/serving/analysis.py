@@ -13,7 +13,7 @@ from attend.heads.metrics.compute import OVERFLOWED, MetricsOperation
 from attend.heads.metrics.rows import MetricsOptions
 from attend.serving.admission import Admission
 from attend.serving.binding import Binding, Prepared
-from attend.serving.casting import aligned, cast, numpy_of
+from attend.serving.casting import at_cache_line, cast, numpy_of
 from attend.serving.cost import Cost, predict, reply_sizes
 from attend.serving.layer_checks import refuse_packed, require_masks_of_all_heads
 from attend.serving.layers.registry import LoadedLayer
@@ -115,7 +115,7 @@ class AnalysisBinding(Binding[AnalysisRequest]):
         direction = None
         if request.direction is not None:
             direction = cast("direction", request.direction, spec.dtype)
-            direction = aligned(direction if request.batched else direction[None])
+            direction = at_cache_line(direction if request.batched else direction[None])
         return MetricsOperation(
             MetricsOptions(
                 metrics,

@@ -14,7 +14,7 @@ from attend.attention.masks import PADDING, Masks, end_of_real_keys
 from attend.attention.operations import PackedAttention
 from attend.attention.operators.declarations import Interval
 from attend.axes import MASKS, OTHERS, TENSOR_FIELDS
-from attend.serving.casting import aligned, cast, finite_array, tensor_of
+from attend.serving.casting import at_cache_line, cast, finite_array, tensor_of
 from attend.spec import LayerSpec
 from attend.tensors import BY_TORCH, Array
 from attend.wire.schemas.attend import AttendRequest
@@ -83,8 +83,8 @@ def input_tensors(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Query, key and value [b, n, width] in the layer's dtype; a missing key is the query itself, a missing value the key.
 
-    They share the arrays' memory where they can; those of a reproducible call are `aligned`. Raises InvalidRequest for a number that is not
-    finite.
+    They share the arrays' memory where they can; those of a reproducible call are `at_cache_line`. Raises InvalidRequest for a number that
+    is not finite.
     """
     lead = () if query.ndim == 3 else (None,)
     convert = tensor_of if spec.dtype == "bfloat16" else torch.from_numpy  # which needs no Python call
@@ -94,9 +94,9 @@ def input_tensors(
         values = keys if value is None else convert(finite_array("value", value, spec.dtype)[lead])
     if not reproducible:
         return queries, keys, values
-    first = aligned(queries)
-    second = first if key is None else aligned(keys)
-    return first, second, second if value is None else aligned(values)
+    first = at_cache_line(queries)
+    second = first if key is None else at_cache_line(keys)
+    return first, second, second if value is None else at_cache_line(values)
 
 
 def field_tensor(name: str, array: Array, batched: bool, spec: LayerSpec, reproducible: bool = False) -> torch.Tensor:
@@ -109,7 +109,7 @@ def field_tensor(name: str, array: Array, batched: bool, spec: LayerSpec, reprod
         return field.expanded(torch.from_numpy(~array if field.inverted else np.array(array)), batched)
     dtype = max(field.at_least or spec.dtype, spec.dtype, key=lambda dtype: BY_TORCH[dtype].size)
     tensor = field.expanded(cast(name, array, dtype, infinite=field.kind == "bias"), batched)
-    return aligned(tensor) if reproducible else tensor
+    return at_cache_line(tensor) if reproducible else tensor
 
 
 def call_tensors(arrays: Mapping[str, Array], batched: bool, spec: LayerSpec, reproducible: bool) -> tuple[dict[str, Any], dict[str, Any]]:

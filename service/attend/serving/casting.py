@@ -49,7 +49,7 @@ def tensor_of(array: Array) -> torch.Tensor:
     return torch.from_numpy(array)
 
 
-def aligned(tensor: torch.Tensor) -> torch.Tensor:
+def at_cache_line(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, or a copy if its memory does not start at a multiple of ALIGNMENT.
 
     A library may sum the products of the same numbers in another order, and so round otherwise, at other addresses: on AMD, MKL does.

@@ -20,13 +20,12 @@ from attend.wire.schemas.attend import AttendRequest
 RECOVERY_INTERVAL = 1.0  # seconds between probes of a device that ran out of memory
 MIN_QUERIES, MAX_QUERIES = 16, 1024  # of the call that measures the device
 MEASURED_OPERATIONS = 100_000_000  # intended operations of that call
-READY_SECONDS = 2.0  # in which a working device answers a check
 
 
 class Probe:
     """Warms layers and checks the device of a scheduler."""
 
-    def __init__(self, scheduler: Scheduler, timeout: float = READY_SECONDS) -> None:
+    def __init__(self, scheduler: Scheduler, timeout: float) -> None:
         self.scheduler = scheduler
         self.timeout = timeout  # a working device must finish something within so many seconds
 

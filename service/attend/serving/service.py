@@ -14,7 +14,7 @@ import structlog
 import torch
 
 from attend.errors import NotReady
-from attend.limits import BatchLimits, QueueLimits, ServingLimits, WireLimits
+from attend.limits import READY_SECONDS, BatchLimits, QueueLimits, ServingLimits, WireLimits
 from attend.serving.batching import limits_on
 from attend.serving.byte_budget import ByteBudget
 from attend.serving.engine import Engine
@@ -23,7 +23,7 @@ from attend.serving.layers.loader import LayerLoader
 from attend.serving.layers.registry import LayerRegistry
 from attend.serving.layers.store import LayerStore
 from attend.serving.metrics import Metrics
-from attend.serving.probe import READY_SECONDS, Probe
+from attend.serving.probe import Probe
 from attend.serving.scheduler import Scheduler
 from attend.serving.statistics import LayerStatistics
 from attend.spec import LayerSpec

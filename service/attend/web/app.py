@@ -135,8 +135,8 @@ def _resident_limit(settings: Settings) -> int:
 def _session_registry(settings: Settings, service: Service) -> SessionRegistry:
     """The sessions of this process, whose ids have the name of the replica."""
     process = new_process(settings.replica_name or default_replica(f"{socket.gethostname()}:{settings.port}"))
-    shared = settings.keys_file is not None
-    return SessionRegistry(service.registry, service.metrics, settings.session_memory, process, shared, service.clock)
+    several_owners = settings.keys_file is not None
+    return SessionRegistry(service.registry, service.metrics, settings.session_memory, process, several_owners, service.clock)
 
 
 def _grpc(

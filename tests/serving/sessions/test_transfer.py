@@ -49,7 +49,7 @@ class Transfers:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.service = open_service("cpu")
         self.service.registry.put(self.service.registry.make("default", SPEC))
-        self.sessions = SessionRegistry(self.service.registry, self.service.metrics, MEMORY, new_process("one"), shared=False)
+        self.sessions = SessionRegistry(self.service.registry, self.service.metrics, MEMORY, new_process("one"), several_owners=False)
         self.session, self.ran = self.sessions.create(PostSession(), ""), list[str]()
         for name in ("write_tensors", "read_header", "read_tensors"):
             patch.setattr(transfer, name, self._recorded(name, getattr(transfer, name)))

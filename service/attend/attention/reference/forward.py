@@ -1,6 +1,6 @@
 """Multi-head attention in NumPy float64: the program of a layer, run whole. What the service computes is compared with it.
 
-It runs the same steps as the service, in float64 and without blocks or kernels; `request.py` has masks and positions of its own. That the
+It runs the same steps as the service, in float64 and without blocks or kernels; `call.py` has masks and positions of its own. That the
 steps are right is tested against loops over rows that share no code with them (`tests/attention/reference/test_loops.py`), and against
 other frameworks.
 
@@ -18,7 +18,7 @@ import numpy as np
 from attend.attention.operators.step import Step
 from attend.attention.program import as_output, outputs_of, program_of
 from attend.attention.reference.arithmetic import NumpyArithmetic
-from attend.attention.reference.request import Request
+from attend.attention.reference.call import ReferenceCall
 from attend.axes import FEATURES, PROGRAM_TENSORS
 from attend.spec import LayerSpec
 from attend.tensors import Array
@@ -51,20 +51,20 @@ class Outputs:
 
 
 def attend(spec: LayerSpec, weights: Mapping[str, Array], **arguments: Any) -> Outputs:
-    """Every output of the layer `spec` with these canonical weights. The arguments are the fields of `Request`.
+    """Every output of the layer `spec` with these canonical weights. The arguments are the fields of `ReferenceCall`.
 
     ValueError: a value without a key; q != k without query_offset where positions matter; fully masked rows with fully_masked="error".
     """
-    request = Request(**arguments)
-    outputs = named_outputs(spec, run(spec, weights, request))
-    return outputs if request.batched else Outputs(**{field.name: getattr(outputs, field.name)[0] for field in fields(Outputs)})
+    call = ReferenceCall(**arguments)
+    outputs = named_outputs(spec, run(spec, weights, call))
+    return outputs if call.batched else Outputs(**{field.name: getattr(outputs, field.name)[0] for field in fields(Outputs)})
 
 
-def run(spec: LayerSpec, weights: Mapping[str, Array], request: Request) -> Values:
+def run(spec: LayerSpec, weights: Mapping[str, Array], call: ReferenceCall) -> Values:
     """Every value of the program, with a batch axis, by name; and by the name of each step what it wrote first."""
     m = NumpyArithmetic(weights)
-    values = m.weights | inputs_of(spec, request)
-    run_steps(m, program_of(spec, features_of(spec, request)), values)
+    values = m.weights | inputs_of(spec, call)
+    run_steps(m, program_of(spec, features_of(spec, call)), values)
     return values
 
 
@@ -78,73 +78,73 @@ def run_steps(m: NumpyArithmetic, steps: Sequence[Step], values: Values) -> None
         values.setdefault(f"{step.name}()", written[0])
 
 
-def features_of(spec: LayerSpec, request: Request) -> set[str]:
-    """What `program_of` needs to know of the request."""
-    softcap = spec.softcap if request.softcap is None else request.softcap
+def features_of(spec: LayerSpec, call: ReferenceCall) -> set[str]:
+    """What `program_of` needs to know of the call."""
+    softcap = spec.softcap if call.softcap is None else call.softcap
     present = {
         "sets": True,
-        "bias": request.bias is not None,
+        "bias": call.bias is not None,
         "softcap": softcap,
-        "dropout": request.dropout is not None,
-        "uniform": request.fully_masked == "uniform",
-        "values": request.has_values,
-        **{feature: getattr(request, name) is not None for feature, name in FEATURES.items()},
+        "dropout": call.dropout is not None,
+        "uniform": call.fully_masked == "uniform",
+        "values": call.has_values,
+        **{feature: getattr(call, name) is not None for feature, name in FEATURES.items()},
     }
     return {name for name, is_present in present.items() if is_present}
 
 
-def inputs_of(spec: LayerSpec, request: Request) -> Values:
-    """What the program gets of a request. ValueError as `attend`, and for projected inputs of another width."""
+def inputs_of(spec: LayerSpec, call: ReferenceCall) -> Values:
+    """What the program gets of a call. ValueError as `attend`, and for projected inputs of another width."""
     widths = {
         "query": (spec.num_heads, spec.head_dim),
         "key": (spec.num_kv_heads, spec.head_dim),
         "value": (spec.num_kv_heads, spec.value_head_dim),
     }
     for name, (count, width) in widths.items() if not spec.projections else ():
-        if (got := getattr(request, name).shape[-1]) != count * width:
+        if (got := getattr(call, name).shape[-1]) != count * width:
             raise ValueError(f"expected a {name} of {count} heads of {width} numbers, got {got} numbers")
-    heads, b, q, k = spec.num_heads, len(request.query), request.query.shape[1], request.key.shape[1]
-    needs_positions = request.causal or request.window is not None or bool(spec.positional)
-    positions = request.query_indices((b, heads, q, k), needs_positions)
-    masks = request.masks(spec, positions)
+    heads, b, q, k = spec.num_heads, len(call.query), call.query.shape[1], call.key.shape[1]
+    needs_positions = call.causal or call.window is not None or bool(spec.positional)
+    positions = call.query_indices((b, heads, q, k), needs_positions)
+    masks = call.masks(spec, positions)
     visible = np.broadcast_to(masks.visible(), (b, heads, q, k))
     fully_masked = ~visible.any(axis=-1)
-    if request.fully_masked == "error" and fully_masked.any():
+    if call.fully_masked == "error" and fully_masked.any():
         raise ValueError(f"expected a key for every query, got none at [b, h, q] = {np.argwhere(fully_masked)[0].tolist()}")
     coordinates = {"query": positions, "key": np.arange(k)[None]}
-    if request.positions is not None:
-        coordinates = {"query": request.positions, "key": request.positions if request.key_positions is None else request.key_positions}
-    dropout = request.dropout or {"p": 0.0, "seed": 0}
+    if call.positions is not None:
+        coordinates = {"query": call.positions, "key": call.positions if call.key_positions is None else call.key_positions}
+    dropout = call.dropout or {"p": 0.0, "seed": 0}
     return {
-        "query": request.query,
-        "key": request.key,
-        "value": request.value,
+        "query": call.query,
+        "key": call.key,
+        "value": call.value,
         "positions": positions,
         "keys": np.arange(k),
         "query_coordinates": coordinates["query"],
         "key_coordinates": coordinates["key"],
         "masks": masks,
         "fully_masked": fully_masked,
-        "bias": None if request.bias is None else request.per_pair(np.asarray(request.bias, np.float64)),
-        "scale": spec.scale if request.scale is None else request.scale,
-        "softcap": spec.softcap if request.softcap is None else request.softcap,
+        "bias": None if call.bias is None else call.per_pair(np.asarray(call.bias, np.float64)),
+        "scale": spec.scale if call.scale is None else call.scale,
+        "softcap": spec.softcap if call.softcap is None else call.softcap,
         # inverted dropout, Srivastava et al. 2014
-        "kept": None if request.dropout is None else np.random.RandomState(dropout["seed"]).random_sample((b, heads, q, k)) >= dropout["p"],
+        "kept": None if call.dropout is None else np.random.RandomState(dropout["seed"]).random_sample((b, heads, q, k)) >= dropout["p"],
         "kept_share": 1 - dropout["p"],
-        **{field.value: request.program_tensor(name, field) for name, field in PROGRAM_TENSORS.items()},
+        **{field.value: call.program_tensor(name, field) for name, field in PROGRAM_TENSORS.items()},
     }
 
 
 def every_output(spec: LayerSpec, weights: Mapping[str, Array], **arguments: Any) -> dict[str, Array]:
     """Each value that the layer's steps write, by name, with the axes that it has as an output. Arguments and errors as `attend`."""
-    request = Request(**arguments)
-    values, features = run(spec, weights, request), features_of(spec, request)
+    call = ReferenceCall(**arguments)
+    values, features = run(spec, weights, call), features_of(spec, call)
     (b, h, q), k = values["fully_masked"].shape, len(values["keys"])
     lengths = {"b": b, "h": h, "q": q, "k": k}
     outputs = {
         name: as_output(np, values[name], one.axes.split(","), lengths) for name, one in outputs_of(spec, frozenset(features)).items()
     }
-    return outputs if request.batched else {name: array[0] for name, array in outputs.items()}
+    return outputs if call.batched else {name: array[0] for name, array in outputs.items()}
 
 
 def named_outputs(spec: LayerSpec, values: Values) -> Outputs:

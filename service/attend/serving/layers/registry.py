@@ -14,7 +14,7 @@ from attend.checkpoints.detection import natural
 from attend.checkpoints.reader import biases_of
 from attend.errors import InvalidRequest, LayerConflict, LayerNotFound, LayerUnloaded, Problem, TooLarge, did_you_mean, pointer
 from attend.limits import ServingLimits
-from attend.serving.casting import aligned, cast, numpy_of
+from attend.serving.casting import at_cache_line, cast, numpy_of
 from attend.serving.prepared_cache import PreparedCache
 from attend.serving.rounding import score_deviation
 from attend.spec import LayerSpec, fingerprint
@@ -147,7 +147,7 @@ class LayerRegistry:
     def make(self, name: str, spec: LayerSpec, weights: Mapping[str, Array] | None = None, origin: str | None = None) -> LoadedLayer:
         """A layer with these weights, by default drawn as the spec says. Raises InvalidRequest if they do not fit the spec."""
         if weights is None:
-            tensors = {key: aligned(cast(key, array, spec.dtype)) for key, array in draw_weights(spec).items()}
+            tensors = {key: at_cache_line(cast(key, array, spec.dtype)) for key, array in draw_weights(spec).items()}
         else:
             # copies, which torch aligns: a view would keep the whole body in memory
             tensors = {key: tensor.clone() for key, tensor in _cast_weights(spec, weights).items()}

@@ -124,14 +124,16 @@ class SessionRegistry:
         metrics: Metrics,
         capacity: int,
         process: Process,
-        shared: bool,
+        several_owners: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`capacity`: bytes of all pages; `shared`: whether there are several owners, of whom none may use all of them."""
-        self.layers, self.metrics, self.capacity, self.process, self.shared, self.clock = layers, metrics, capacity, process, shared, clock
+        """`capacity`: bytes of all pages; `several_owners`: whether there may be several, of whom none may use all of them."""
+        self.layers, self.metrics, self.capacity, self.process, self.clock = layers, metrics, capacity, process, clock
+        self.several_owners = several_owners
         self.pool = PagePool(layers.device)
         self._sessions: dict[str, Session] = {}
-        self._numbers = FairShare[str](MAX_SESSIONS, SHARE_OF_FREE, least=1 if shared else MAX_SESSIONS)  # of sessions of each owner
+        least = 1 if several_owners else MAX_SESSIONS
+        self._numbers = FairShare[str](MAX_SESSIONS, SHARE_OF_FREE, least=least)  # of sessions of each owner
         self._owners: dict[str, _OwnedSessions] = {}  # owners that have sessions
         self._ended: OrderedDict[str, tuple[str, Reason]] = OrderedDict()  # id -> owner, reason; oldest first
         self._sequences: dict[SequenceKey, Session] = {}
@@ -303,7 +305,7 @@ class SessionRegistry:
     def _shortage(self, owner: str, size: int) -> Shortage | None:
         """What the owner's sessions lack to take `size` more bytes; None if they may."""
         taken = self.pool.of_owner[owner]
-        return shortage(self.capacity, self.pool.used, taken, size, SHARE_OF_FREE, least=0 if self.shared else self.capacity)
+        return shortage(self.capacity, self.pool.used, taken, size, SHARE_OF_FREE, least=0 if self.several_owners else self.capacity)
 
     def _no_memory(self, lacking: Shortage) -> OutOfMemory:
         if lacking.of_caller:

@@ -16,8 +16,8 @@ PER_ITEM = [name for name, field in TENSOR_FIELDS.items() if all("b" in shape fo
 
 
 @dataclass(slots=True)
-class Request:
-    """The arguments, named and shaped as the fields of a request (`axes.py`); if the query is [q, query_dim], none has a batch axis.
+class ReferenceCall:
+    """The arguments, named and shaped as the fields of requests (`axes.py`); if the query is [q, query_dim], none has a batch axis.
 
     A key defaults to the query, a value to the key.
     ValueError: a value without a key.
@@ -74,7 +74,7 @@ class Request:
         return x.reshape((1,) * (4 - x.ndim) + x.shape)
 
     def program_tensor(self, name: str, field: TensorField) -> Array | None:
-        """A tensor of the request as the program gets it, with all axes, in float64 or as booleans; None if it is not given."""
+        """A tensor of the call as the program gets it, with all axes, in float64 or as booleans; None if it is not given."""
         if (given := getattr(self, name)) is None:
             return None
         x = np.asarray(given, bool if field.kind == "mask" else np.float64)
@@ -141,20 +141,20 @@ class Request:
 class Masks:
     """What masks, lengths, segments and positions leave to each query."""
 
-    request: Request
+    call: ReferenceCall
     spec: LayerSpec
     ahead: Array  # [b, 1, q, k], the position of key j less that of query i
     positions: Array  # [b, q]
 
     def visible(self) -> Array:
         """To be broadcast to [b, h, q, k]."""
-        request, spec = self.request, self.spec
-        blocked: Array = request.blocked_by_masks() | (request.blocked_keys() | request.other_segments())[:, None]
-        if request.bias is not None:
-            blocked = blocked | np.isneginf(request.per_pair(np.asarray(request.bias, np.float64)))
-        if request.causal:
+        call, spec = self.call, self.spec
+        blocked: Array = call.blocked_by_masks() | (call.blocked_keys() | call.other_segments())[:, None]
+        if call.bias is not None:
+            blocked = blocked | np.isneginf(call.per_pair(np.asarray(call.bias, np.float64)))
+        if call.causal:
             blocked = blocked | (self.ahead > 0)
-        for window in (request.window or {}, spec.window.model_dump() if spec.window else {}):
+        for window in (call.window or {}, spec.window.model_dump() if spec.window else {}):
             left, right = window.get("left"), window.get("right")
             if left is not None:
                 blocked = blocked | (self.ahead < -left)
@@ -166,4 +166,4 @@ class Masks:
 
     def keys_in_sequence(self, batch: int) -> Array:
         """The keys that are neither padding nor of other segments than the query, to be broadcast to [b, q, k]."""
-        return np.asarray(self.request.real_keys()[:, None] & ~self.request.other_segments())
+        return np.asarray(self.call.real_keys()[:, None] & ~self.call.other_segments())
