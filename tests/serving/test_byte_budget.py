@@ -76,7 +76,7 @@ def test_a_request_counts_as_at_most_half_of_the_budget() -> None:
     with pytest.raises(Overloaded):
         budget.lease("b").add(3 * CAPACITY)
     budget.lease("b").add(PIECE)
-    largest.release()
+    largest.resize(0)
     budget.lease("b").add(3 * CAPACITY)
 
 
@@ -89,7 +89,7 @@ def test_all_callers_together_stay_within_the_budget() -> None:
         budget.lease("c").add(CAPACITY // 2)
 
 
-def test_check_room_takes_no_bytes_and_release_returns_all() -> None:
+def test_check_room_takes_no_bytes_and_a_lease_returns_all() -> None:
     """`resize` counts bytes that are in memory already without a check."""
     budget = ByteBudget(CAPACITY)
     with budget.lease("a") as lease:
@@ -100,7 +100,7 @@ def test_check_room_takes_no_bytes_and_release_returns_all() -> None:
         lease.resize(PIECE)
         assert budget.held == PIECE
     assert budget.held == lease.held == 0
-    lease.release()
+    lease.resize(0)
     assert fill(budget, "a") > CAPACITY // 2
 
 
@@ -120,7 +120,7 @@ def test_rule_14_retry_after_is_estimated_from_the_rate_of_released_bytes() -> N
     assert wait("new", size) == MAX_RETRY_AFTER
     for _ in range(200):  # 100 bytes are released each half second, and taken by others at once
         now[0] += 0.5
-        leases[0].release()
+        leases[0].resize(0)
         leases[0].resize(size)
     assert wait("new", size) == 1
     assert [wait("new", size) for size in (400, 500)] == [2, 3]
@@ -128,7 +128,7 @@ def test_rule_14_retry_after_is_estimated_from_the_rate_of_released_bytes() -> N
     assert wait("new", 400) > 4, "old releases count for less"
     now[0] += 3600
     assert wait("new", 400) == MAX_RETRY_AFTER
-    leases[0].release()
+    leases[0].resize(0)
     assert wait("1", size) < MAX_RETRY_AFTER
 
 

@@ -53,14 +53,13 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "double settle": (BATCHING, "if self.future is None or self.future.done():", "if self.future is None:"),
     "lease released twice": (
         REPLIES,
-        "                request.lease.release()\n",
-        "                request.lease.budget.change(request.lease.caller, -request.lease.held, -request.lease.used)\n"
-        "                request.lease.release()\n",
+        "                request.lease.resize(0)\n",
+        "                request.lease.budget.held -= request.lease.held\n                request.lease.resize(0)\n",
     ),
     "lease kept when the caller leaves": (
         REPLIES,
-        "            if request.lease is not None:\n                request.lease.release()",
-        "            if request.lease is not None and request.status:\n                request.lease.release()",
+        "            if request.lease is not None:\n                request.lease.resize(0)",
+        "            if request.lease is not None and request.status:\n                request.lease.resize(0)",
     ),
     "lost wake-up of the device": (
         SCHEDULER,

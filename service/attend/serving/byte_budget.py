@@ -52,28 +52,6 @@ class ByteBudget(FairShare[str]):
         rate = self._released * math.exp((self._at - self.clock()) / RATE_TIME_CONSTANT) / RATE_TIME_CONSTANT
         return math.ceil(min(missing / rate, MAX_RETRY_AFTER)) if rate else MAX_RETRY_AFTER
 
-    def change(self, caller: str, held: int, taken: int, *, bounded: bool = False) -> None:
-        """Add to the bytes of a caller; negative numbers release them. `bounded`: raises Overloaded if there is no room for them.
-
-        The calls of `shortage`, `take` and `give_back` are written out, since every request comes here four times.
-        """
-        own = self._taken.get(caller, 0) + taken
-        if bounded and taken:
-            free = self.capacity - self.used - taken
-            if free < 0 or own > self.times * free:
-                self.check_room(caller, taken)
-        self.held += held
-        if not taken:
-            return
-        self.used += taken
-        if taken < 0:
-            now = self.clock()
-            self._released, self._at = self._released * math.exp((self._at - now) / RATE_TIME_CONSTANT) - taken, now
-        if own:
-            self._taken[caller] = own
-        else:
-            del self._taken[caller]
-
 
 class Lease:
     """The bytes of a ByteBudget that one request uses, from the arrival of its body until its reply is sent."""
@@ -90,33 +68,35 @@ class Lease:
 
     def add(self, size: int) -> None:
         """Take `size` more bytes. Raises Overloaded if there is no room."""
-        held, largest = self.held + size, self.budget.largest_request
-        used = held if held < largest else largest
-        self.budget.change(self.caller, size, used - self.used, bounded=True)
-        self.held, self.used = held, used
+        self.resize(self.held + size, bounded=True)
 
-    def resize(self, size: int) -> None:
-        """Set the lease to `size` bytes without a check, since they are in memory already."""
-        largest = self.budget.largest_request
-        used = size if size < largest else largest
-        self.budget.change(self.caller, size - self.held, used - self.used)
+    def resize(self, size: int, *, bounded: bool = False) -> None:
+        """Set the lease to `size` bytes; 0 releases it. `bounded`: raises Overloaded if these are more than before and there is no room for
+        them; else they are in memory already.
+
+        What `shortage`, `take` and `give_back` do is written out, since every request comes here three times.
+        """
+        budget, caller = self.budget, self.caller
+        used = size if size < budget.largest_request else budget.largest_request
+        taken = used - self.used
+        own = budget._taken.get(caller, 0) + taken
+        if bounded and taken > 0:
+            free = budget.capacity - budget.used - taken
+            if free < 0 or own > budget.times * free:
+                budget.check_room(caller, taken)
+        budget.held += size - self.held
+        budget.used += taken
         self.held, self.used = size, used
-
-    def reserve(self, size: int) -> None:
-        """Set the lease to `size` bytes. Raises Overloaded if these are more than before, and there is no room for them."""
-        if size > self.held:
-            self.add(size - self.held)
-        else:
-            self.resize(size)
-
-    def release(self) -> None:
-        """Release all bytes. Idempotent."""
-        if self.held:
-            self.budget.change(self.caller, -self.held, -self.used)
-            self.held = self.used = 0
+        if taken < 0:
+            now = budget.clock()
+            budget._released, budget._at = budget._released * math.exp((budget._at - now) / RATE_TIME_CONSTANT) - taken, now
+        if own:
+            budget._taken[caller] = own
+        elif taken:
+            del budget._taken[caller]
 
     def __enter__(self) -> "Lease":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.release()
+        self.resize(0)

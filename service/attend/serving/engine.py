@@ -156,7 +156,8 @@ class Engine:
         if (lease := request.lease) is not None:
             if lease.held > INLINE_BYTES:
                 lease.add(max(0, bytes_in_memory(decoded.members.values(), bound.call.tensors()) - lease.held))
-            lease.add(bound.cost.reply_bytes if request.reply_codec.writes_text else bound.cost.tensor_bytes + bound.cost.word_bytes)
+            reply = bound.cost.reply_bytes if request.reply_codec.writes_text else bound.cost.tensor_bytes + bound.cost.word_bytes
+            lease.resize(lease.held + reply, bounded=True)
 
     async def unpack(self, request: Request, limit: int) -> None:
         """Decompress the body of a request, if it is compressed, to at most `limit` bytes, which its lease counts from then on.

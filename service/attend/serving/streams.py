@@ -49,7 +49,7 @@ class MessageReader:
                 expected = f"fewer than {self.count} messages to be read at once, within {self.seconds:g} seconds"
                 raise Overloaded(1, problems=[Problem("", expected, str(self.count))]) from None
             raise DeadlinePassed(too_late(self.seconds)) from None
-        lease.release()
+        lease.resize(0)
         if not isinstance(message, bytes):
             raise InvalidRequest.where("", f"a message, of at most {self.largest} bytes (max_grpc_bytes)", "none")
         lease.add(len(message))

@@ -53,7 +53,7 @@ class Replies:
             request.send = send  # without these two cycles of references, the request is freed at once, not at a garbage collection
             request.scope.pop(REQUEST_KEY, None)
             if request.lease is not None:
-                request.lease.release()
+                request.lease.resize(0)
 
     def _begin(self, request: HttpRequest, message: Message) -> None:
         """Sets a large lease to the size of the reply, notes the status, and adds the headers of every reply.
@@ -65,7 +65,7 @@ class Replies:
         size, held = int(dict(headers).get(b"content-length", 0)), 0 if request.lease is None else request.lease.held
         if size > MAX_UNSPLIT_REPLY or held > MAX_UNSPLIT_REPLY:  # a small lease stays as it is
             lease = lease_of(request, self.service)
-            lease.resize(size) if status >= 400 or request.method in CHANGES else lease.reserve(size)
+            lease.resize(size, bounded=status < 400 and request.method not in CHANGES)
         request.status = status
         if self.service.draining or self.service.retiring:  # so that clients do not reuse a connection that will be closed
             headers.append((b"connection", b"close"))

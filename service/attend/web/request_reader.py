@@ -127,7 +127,7 @@ async def _pieces(request: HttpRequest, limit: Limit, lease: Lease) -> list[byte
             size += len(piece)
             if size > limit[1]:
                 raise _too_large(limit, f"more than {limit[1]}")
-            lease.add(len(piece))
+            lease.resize(lease.held + len(piece), bounded=True)
             pieces.append(piece)
     return pieces
 

@@ -198,7 +198,7 @@ class DocumentReader:
                 value = self.values[value]
             place = f"{at}/{key}" if key.isidentifier() else at + pointer([key])
             if kind := kinds.get(key) or kinds.get("*"):
-                members[key] = self._tensor(value, kind, place)
+                members[key] = value.array(kind, place) if type(value) is NumberList else self._tensor(value, kind, place)
             elif type(value) in SCALARS and depth < self.limits.max_depth and self.value_count < self.limits.values:
                 self.value_count += 1  # as `_plain` does
                 members[key] = value
@@ -208,8 +208,6 @@ class DocumentReader:
         return members
 
     def _tensor(self, value: Any, kind: Kind, at: str) -> Any:
-        if isinstance(value, NumberList):
-            return value.array(kind, at)
         if isinstance(value, Base64Text):
             return bytes(value.content()[: 2 * MAX_SHOWN]).decode(errors="replace")
         if isinstance(value, list):
