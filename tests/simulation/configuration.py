@@ -36,7 +36,7 @@ SIZES: dict[str, tuple[Any, ...]] = {  # module.NAME -> values; the last one is 
     "attend.serving.layers.store.BLOCK_BYTES": (4, 64, 4096),
     "attend.web.connections.SEND_BYTES": (50, 400, 256 << 10),
     "attend.web.connections.TURN_BYTES": (100, 1600, 1 << 20),
-    "attend.web.connections.CHECKED_AT_ONCE": (1, 200),
+    "attend.web.slow_peers.CHECKED_AT_ONCE": (1, 200),
     "attend.web.connections.WRITE_BUFFER_BYTES": (100, 64 << 10),
     "attend.web.replies.MAX_UNSPLIT_REPLY": (0, 200, 64 << 10),
     "attend.web.replies.MAX_JOINED_BYTES": (0, 64 << 10),

@@ -84,7 +84,7 @@ class Beside:
         return str(made["id"])
 
 
-AT_ONCE = ("attend.web.connections.CHECKED_AT_ONCE", "attend.serving.sessions.registry.SESSIONS_AT_ONCE")
+AT_ONCE = ("attend.web.slow_peers.CHECKED_AT_ONCE", "attend.serving.sessions.registry.SESSIONS_AT_ONCE")
 Fill = Callable[[Beside, int], Awaitable[None]]
 Operation = Callable[[Beside], Awaitable[None]]
 

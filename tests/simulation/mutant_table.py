@@ -165,7 +165,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "        yield\n        self.give_back(caller, 1)\n",
     ),
     "end of a long reply": (CONNECTIONS, "more or start + SEND_BYTES < len(whole)})", "more or start + SEND_BYTES <= len(whole)})"),
-    "slow peers checked once": (CONNECTIONS, "        self._running = bool(connections)\n", "        self._running = False\n"),
+    "slow peers checked once": ("attend.web.slow_peers", "        self._running = bool(connections)\n", "        self._running = False\n"),
     "removed layer stays": (
         "attend.serving.layers.registry",
         '        """Remove the layer of that name, unloaded or not."""\n        self._layers.pop(name, None)',
@@ -276,7 +276,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "await service.engine.run(request, MODEL_BYTES * len(layers), text)",
         "text()",
     ),
-    "all connections in one iteration": (CONNECTIONS, "list(islice(unchecked, CHECKED_AT_ONCE))", "list(unchecked)"),
+    "all connections in one iteration": ("attend.web.slow_peers", "list(islice(unchecked, CHECKED_AT_ONCE))", "list(unchecked)"),
 }
 RUN = {  # those that the seeds of one process do not show, with what does
     "acknowledged although a layer is not loaded": ("--of", "workers"),

@@ -23,7 +23,8 @@ from uvicorn.server import ServerState
 
 from attend.client.connection import LIMITS
 from attend.settings import Settings
-from attend.web.connections import CONNECTION_KEY, OPTIONS_KEY, SEND_BYTES, TURN_BYTES, Connection, ConnectionOptions, SlowPeerTimer
+from attend.web.connections import CONNECTION_KEY, OPTIONS_KEY, SEND_BYTES, TURN_BYTES, Connection, ConnectionOptions
+from attend.web.slow_peers import SlowPeerTimer
 from support.raw_http import BODY, HEAD, connect, failures, held_bytes, read_to_end, refusal, requests
 from support.server import Server
 from support.waiting import PATIENCE, until

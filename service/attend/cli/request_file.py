@@ -38,8 +38,8 @@ from attend.client.sessions import SESSIONS, session_path
 from attend.errors import LayerNotFound, did_you_mean
 from attend.tensors import Array
 from attend.wire.schemas.analysis import METRICS
-from attend.wire.schemas.attend import is_special
 from attend.wire.schemas.figure import Figure
+from attend.wire.schemas.tokens import is_special
 
 INFER_EPILOG = """\b
 Examples:

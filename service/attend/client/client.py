@@ -16,10 +16,10 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 import httpx
 
 from attend.client import operations
+from attend.client.api_request import ApiRequest
 from attend.client.arguments import USE_CLIENT_DEFAULT, Timeout
 from attend.client.connection import API_KEY, SECRET, Attempts, Connections, Outcome, connection_error
 from attend.client.methods import make_request, signed
-from attend.client.operations import ApiRequest
 from attend.client.sessions import AsyncSession, Session, StartingSession, start_or_resume
 from attend.errors import CapacityError, NotAcceptable, Unreachable, UnsupportedMediaType
 

@@ -18,8 +18,8 @@ from typing import Any, Generic, TypeVar
 
 import httpx
 
+from attend.client.api_request import ApiRequest
 from attend.client.arguments import USE_CLIENT_DEFAULT
-from attend.client.operations import ApiRequest
 from attend.errors import AttendError, TimedOut, Unreachable, Untrusted
 from attend.version import __version__
 from attend.wire.negotiation import PROBLEM_JSON

@@ -4,7 +4,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, cast, get_args
 
-from attend.client.operations import ApiRequest, put_layer
+from attend.client.api_request import ApiRequest
+from attend.client.operations import put_layer
 from attend.errors import InvalidRequest, pointer
 from attend.wire.problems import unknown_field
 from attend.wire.schemas.analysis import AnalysisRequest

@@ -15,7 +15,7 @@ import numpy as np
 
 from attend.tensors import Array
 from attend.wire.schemas.analysis import METRICS
-from attend.wire.schemas.attend import Tokens
+from attend.wire.schemas.tokens import Tokens
 
 MAX_MAPS = 16  # most heat maps
 MAX_CELLS = 48  # most cells along an axis; the weights that share a cell are pooled by their maximum

@@ -5,16 +5,16 @@ In every operation, `timeout` in seconds replaces that of the client; None is no
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar, Unpack
+from typing import Any, Literal, TypeVar, Unpack
 from urllib.parse import urlencode
 
 import httpx
 import numpy as np
 
 from attend.checkpoints import ModelFolder
+from attend.client.api_request import ApiRequest, Repeat
 from attend.client.arguments import USE_CLIENT_DEFAULT, TensorLike, Timeout
 from attend.client.fields import AnalysisFields, AttendFields, FigureFields, FigureOptions, PlanFields
 from attend.client.responses import (
@@ -22,7 +22,6 @@ from attend.client.responses import (
     AttendResult,
     Picture,
     WordsResult,
-    raise_for_status,
     read_analysis,
     read_attend,
     read_document,
@@ -36,61 +35,16 @@ from attend.wire.negotiation import JSON, SAFETENSORS
 from attend.wire.problems import unknown_field
 from attend.wire.safetensors import read_tensors, write_tensors
 from attend.wire.schemas.analysis import AnalysisRequest
-from attend.wire.schemas.attend import AttendRequest, Plan
+from attend.wire.schemas.attend import AttendRequest
 from attend.wire.schemas.figure import FigureRequest
 from attend.wire.schemas.layers import Circuits, LayerInfo, Layers, PutLayer
+from attend.wire.schemas.plan import Plan
 from attend.wire.schemas.schema import require_layer_name
 from attend.wire.schemas.sessions import SessionInfo, Sessions
 from attend.wire.schemas.words import TokenizedText, Vocabulary
 
 T = TypeVar("T")
-Repeat = Literal["always", "if_not_begun", "never"]
 read_layer = partial(read_document, LayerInfo)
-
-
-@dataclass(frozen=True, slots=True)
-class ApiRequest(Generic[T]):
-    """One HTTP request and the reader of its response.
-
-    `repeat`: whether to repeat it after a failure: a computation "always", a change "if_not_begun", that is, if the server certainly
-    did not begin it.
-    `json_body` returns a JSON body in place of `body`, for servers and proxies that refuse safetensors. `check` returns the response, or
-    raises its refusal. `on_unanswered` is called after each attempt that the server may have computed although there is no reply.
-    `session` is the id of a session that the body names; a balancer reads it in the header X-Attend-Session.
-    """
-
-    method: str
-    path: str
-    body: bytes | None
-    read: Callable[[httpx.Response], T]
-    timeout: Timeout = USE_CLIENT_DEFAULT
-    media_type: str = JSON
-    accept: str = "*/*"
-    repeat: Repeat = "always"
-    json_body: Callable[[], bytes] | None = None
-    check: Callable[[httpx.Response], httpx.Response] = raise_for_status
-    on_unanswered: Callable[[], None] = lambda: None
-    session: str | None = None
-
-    @property
-    def headers(self) -> dict[str, str]:
-        headers = {"Accept": self.accept}
-        if self.body is not None:
-            headers["Content-Type"] = self.media_type
-        if self.session is not None:
-            headers["X-Attend-Session"] = self.session
-        return headers
-
-    def result(self, response: httpx.Response) -> T:
-        """The result that the response contains. Raises the refusal if it is no success."""
-        return self.read(self.check(response))
-
-    def as_json(self) -> "ApiRequest[T]":
-        """The operation with a JSON body, and JSON in reply where the reply may be safetensors."""
-        if self.json_body is None:
-            return self
-        accept = JSON if SAFETENSORS in self.accept else self.accept
-        return replace(self, body=self.json_body(), media_type=JSON, accept=accept, json_body=None)
 
 
 def attend(

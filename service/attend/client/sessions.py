@@ -17,10 +17,11 @@ from urllib.parse import quote
 import httpx
 import numpy as np
 
+from attend.client.api_request import ApiRequest
 from attend.client.arguments import USE_CLIENT_DEFAULT, TensorLike, Timeout
 from attend.client.fields import StepFields
 from attend.client.methods import make_request, signed
-from attend.client.operations import ApiRequest, attend_at, request_fields
+from attend.client.operations import attend_at, request_fields
 from attend.client.responses import AttendResult, raise_for_status, read_document
 from attend.errors import AttendError, InvalidRequest, LengthMismatch, ReplyLost
 from attend.wire.client_codec import encode_json_request

@@ -14,7 +14,8 @@ from attend.serving.sessions.steps import STEP
 from attend.tensors import DATATYPES
 from attend.wire.codec import Decoded
 from attend.wire.schemas.analysis import AnalysisRequest
-from attend.wire.schemas.attend import Past, Plan, PlannedTensor
+from attend.wire.schemas.attend import Past
+from attend.wire.schemas.plan import Plan, PlannedTensor
 from attend.wire.schemas.schema import LayerReference, Refusal
 
 

@@ -19,7 +19,7 @@ from attend.settings import Settings
 from attend.web import openapi
 from attend.web.access_log import AccessLog
 from attend.web.application import Application
-from attend.web.connections import OPTIONS_KEY, ConnectionOptions, SlowPeerTimer
+from attend.web.connections import OPTIONS_KEY, ConnectionOptions
 from attend.web.cors import Cors
 from attend.web.endpoints import EndpointTable
 from attend.web.error_replies import ErrorReplies
@@ -28,6 +28,7 @@ from attend.web.keys import Keyring
 from attend.web.replies import Replies
 from attend.web.requests import Handler
 from attend.web.routes import attend, health, layers, page, sessions, words
+from attend.web.slow_peers import SlowPeerTimer
 from attend.web.telemetry import start_telemetry
 from attend.web.v2 import routes as v2
 from attend.web.v2.description import ProtocolExtensions

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from attend.serving.words.small import SmallModel
-from attend.wire.schemas.attend import is_special
+from attend.wire.schemas.tokens import is_special
 from support.browser import Visit
 from support.page import WORDS, BeginVisit, Grid, numbers_beside, side, tip, weights_of
 

@@ -17,8 +17,9 @@ from attend.web.request_reader import receive_body
 from attend.web.requests import Body, HttpRequest
 from attend.wire.negotiation import BINARY_TYPES, CODECS, JSON, PICTURES, accepted_type, media_type_of_body
 from attend.wire.schemas.analysis import AnalysisReply, AnalysisRequest
-from attend.wire.schemas.attend import AttendReply, AttendRequest, Plan
+from attend.wire.schemas.attend import AttendReply, AttendRequest
 from attend.wire.schemas.figure import FigureRequest
+from attend.wire.schemas.plan import Plan
 
 # Four rows for the layer `default`, which every new server has
 ROWS_EXAMPLE = {"query": [[round(math.sin((row + 1) * (column + 1) / 9), 2) for column in range(64)] for row in range(4)], "causal": True}

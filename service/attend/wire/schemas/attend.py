@@ -1,9 +1,8 @@
-"""The body and the replies of POST /attend and /attend/plan as pydantic models, from which the OpenAPI document is made, too.
+"""The body and the reply of POST /attend as pydantic models, from which the OpenAPI document is made, too.
 
 Each field is checked here on its own, and by `shapes.py` against the others. `serving/layer_checks.py` checks a request against its layer.
 """
 
-import re
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeAlias
@@ -16,13 +15,12 @@ from attend.spec import LayerSpec
 from attend.spec_parts import WHOLE, Finite, Window, field_error, whole
 from attend.tensors import Array
 from attend.wire import shapes
-from attend.wire.problems import HALF_SURROGATE, describe_value, is_unicode
+from attend.wire.problems import describe_value
 from attend.wire.schemas.schema import (
     LAYER_NAME,
     Indices,
     LayerReference,
     PositiveInt,
-    Refusal,
     Schema,
     StrictBool,
     unique,
@@ -44,12 +42,10 @@ from attend.wire.schemas.tensors import (
     Sequences,
     tensor_field,
 )
+from attend.wire.schemas.tokens import Tokens
 
 SESSION_DESCRIPTION = "Id of a session, whose layer and rows take the place of `layer`, `key` and `value`; nothing is appended."
 SPEC_NAMES = (*LayerSpec.model_fields, *LayerSpec.expected_instead)  # fields of a layer's spec, and their names in other libraries
-SPECIAL_TOKEN = re.compile(
-    r"\[(CLS|SEP|PAD|BOS|EOS)\]|</?s>|<(pad|bos|eos|cls|sep|start_of_turn|end_of_turn)>|<[|\uff5c].*[|\uff5c]>", re.IGNORECASE
-)
 # The field of a request to use -> arguments in torch, Keras, Flax, transformers, flash-attention or a textbook that have its meaning.
 ADVICE = {
     "query, which is also the key and the value if those are left out": "q Q queries hidden_states inputs_q",
@@ -139,53 +135,6 @@ class ReplyOptions(Schema):
         default="error",
         description="How NaN and overflow are returned: error, null or string. -inf in scores and log_sum_exp is allowed.",
     )
-
-
-def _valid_tokens(value: Any) -> Any:
-    nested = isinstance(value, list) and value and all(isinstance(row, list) for row in value)
-    for i, row in enumerate(value if nested else [value]):
-        if not isinstance(row, list):
-            raise field_error("", "a list of tokens, or one such list per batch item", describe_value(row))
-        for j, word in enumerate(row):
-            if not isinstance(word, str):
-                raise field_error(f"/{i}/{j}" if nested else f"/{j}", "a token, which is a string", describe_value(word))
-            if not is_unicode(word):  # replies and pictures cannot hold it
-                raise field_error(f"/{i}/{j}" if nested else f"/{j}", "a token of Unicode text", HALF_SURROGATE)
-    return value
-
-
-def _valid_omission(value: Any) -> Any:
-    if value != "special" and not (isinstance(value, list) and all(isinstance(token, str) for token in value)):
-        raise field_error("", '"special" or a list of tokens', describe_value(value))
-    return value
-
-
-TokenLists = Annotated[list[str] | list[list[str]], BeforeValidator(_valid_tokens)]
-
-
-class Tokens(Schema):
-    """Tokens of the queries and keys, as labels and for the metrics that need them: one list, or one for each batch item."""
-
-    query: TokenLists | None = Field(default=None, examples=[["the", "cat"]], description="A token for each query.")
-    key: TokenLists | None = Field(default=None, description="A token for each key; those of the queries if the key is left out.")
-    omit: Annotated[Literal["special"] | list[str], BeforeValidator(_valid_omission)] | None = Field(
-        default=None,
-        description="Tokens left out of figures, of strongest links and, as queries, of metrics; `special`: [CLS], [SEP], <s>, <|…|> and "
-        "other marks of a sequence. Weights stay as they are: as keys, these tokens count in all other metrics.",
-    )
-
-    def omits(self, token: str) -> bool:
-        """Whether `omit` leaves this token out."""
-        return is_special(token) if self.omit == "special" else token in self._listed
-
-    @cached_property
-    def _listed(self) -> frozenset[str]:
-        return frozenset(self.omit or ())
-
-
-def is_special(token: str) -> bool:
-    """Whether the token marks the beginning, the end or the padding of a sequence, or a turn in it. Unknown and masked words do not."""
-    return SPECIAL_TOKEN.fullmatch(token) is not None
 
 
 class Past(NamedTuple):
@@ -382,21 +331,3 @@ class AttendReply(Schema):
     query_gradient: OptionalTensor = _output("[b,q,query_dim]. Gradient of <output_gradient, output>.")
     key_gradient: OptionalTensor = _output("[b,k,key_dim].")
     value_gradient: OptionalTensor = _output("[b,k,value_dim].")
-
-
-class PlannedTensor(Schema):
-    shape: list[int]
-    datatype: str
-    bytes: int
-
-
-class Plan(Schema):
-    """What POST /attend would do with this body: outputs, predicted cost, and whether it is admitted."""
-
-    layer: LayerReference
-    outputs: dict[str, PlannedTensor]
-    operations: int = Field(description="Predicted floating-point operations.")
-    memory_bytes: int = Field(description="Predicted peak memory of the computation.")
-    reply_bytes: int = Field(description="Size of the reply: exact for base64 tensors, an estimate for numbers in text.")
-    admitted: bool = Field(description="Whether the limits of this server admit the request.")
-    refusals: list[Refusal] = Field(description="Why it is not admitted.")
