@@ -6,7 +6,6 @@ the GIL until it returns, so long arrays are written in pieces. Both write NaN a
 """
 
 from collections.abc import Iterator
-from functools import lru_cache
 from itertools import chain
 from typing import Any
 
@@ -32,7 +31,7 @@ class JsonText(tuple[Buffer, ...]):
 
 def encode_json(reply: Reply, options: ReplyOptions) -> list[Buffer]:
     """The reply as JSON, in pieces. Raises InvalidRequest if a number is not finite and `options.nonfinite` is "error"."""
-    pieces: list[Buffer] = [_opening(reply.layer["name"], reply.layer["fingerprint"]), b"%d" % reply.fully_masked_rows]
+    pieces: list[Buffer] = [orjson.dumps({"layer": reply.layer, "fully_masked_rows": reply.fully_masked_rows})[:-1]]
     for name, tensor in reply.tensors.items():
         pieces.append(b',"%b":' % name.encode())
         if isinstance(tensor, dict):
@@ -53,12 +52,6 @@ def encode_json(reply: Reply, options: ReplyOptions) -> list[Buffer]:
         pieces += [b',"metrics":', *write_json(metrics)]
     pieces.append(b"}")
     return pieces
-
-
-@lru_cache(256)
-def _opening(name: str, fingerprint: str) -> bytes:
-    """The text of a reply up to the value of `fully_masked_rows`."""
-    return orjson.dumps({"layer": {"name": name, "fingerprint": fingerprint}})[:-1] + b',"fully_masked_rows":'
 
 
 def write_json(document: dict[str, Any]) -> list[Buffer]:
