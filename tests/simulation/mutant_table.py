@@ -151,13 +151,13 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "memory of the queue not given back": ("attend.serving.queueing", "        self.memory_bytes.give_back(flow, cost.memory_bytes)\n", ""),
     "callers without bytes are kept": (
         BUDGET,
-        "        if own:\n            self._taken[caller] = own\n        else:\n            del self._taken[caller]",
-        "        self._taken[caller] = own",
+        "        if own:\n            budget._taken[caller] = own\n        elif taken:\n            del budget._taken[caller]",
+        "        budget._taken[caller] = own",
     ),
     "bound of bytes not checked": (
         BUDGET,
-        "            if free < 0 or own > self.times * free:",
-        "            if free < 0 and own > self.times * free:",
+        "            if free < 0 or own > budget.times * free:",
+        "            if free < 0 and own > budget.times * free:",
     ),
     "picture that fails is counted for ever": (
         "attend.serving.fair_share",
