@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
 from hashlib import sha1
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import numpy as np
@@ -127,11 +127,16 @@ def source_folders(function: Any) -> frozenset[Path]:
     empty if it has no source."""
     function = getattr(function, "func", function)  # of a partial function
     methods = (getattr(type(function), name, None) for name in ("forward", "call", "__call__"))
-    found = [function, getattr(function, "__func__", None), *methods]
+    called = (code for found in (function, getattr(function, "__func__", None), *methods) if (code := _code(found)) is not None)
     classes = type(getattr(function, "__self__", function)).__mro__
-    found += [method for cls in classes if cls.__module__.partition(".")[0] not in LIBRARIES for method in vars(cls).values()]
-    codes = (getattr(getattr(method, "__wrapped__", method), "__code__", None) for method in found)
-    return frozenset(_folder(code.co_filename) for code in codes if code is not None)
+    own = (code for cls in classes if cls.__module__.partition(".")[0] not in LIBRARIES for code in map(_code, vars(cls).values()))
+    return frozenset(_folder(code.co_filename) for code in (next(called, None), *own) if code is not None)
+
+
+def _code(function: Any) -> CodeType | None:
+    """That of a function, or of what it wraps."""
+    code = getattr(getattr(function, "__wrapped__", function), "__code__", None)
+    return code if isinstance(code, CodeType) else None
 
 
 @lru_cache(1024)
