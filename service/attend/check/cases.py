@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from attend.attention.reference.forward import Outputs, attend
+from attend.attention.reference.forward import Outputs, attend, scores
 from attend.spec import LayerSpec
 from attend.tensors import BY_TORCH, Array
 
@@ -115,9 +115,14 @@ class CheckCase:
         """The layer as the arguments of this call make it."""
         return spec.model_copy(update=self.fields) if self.fields else spec
 
-    def reference(self, spec: LayerSpec, weights: Mapping[str, Array]) -> Outputs:
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Those of the reference."""
         inputs = {"query": self.query, "key": self.key, "value": self.value, "query_offset": self.query_offset}
-        return attend(self.layer(spec), weights, **inputs, attend_mask=self.visible, bias=self.numbers)
+        return {**inputs, "attend_mask": self.visible, "bias": self.numbers}
+
+    def reference(self, spec: LayerSpec, weights: Mapping[str, Array]) -> Outputs:
+        return attend(self.layer(spec), weights, **self.arguments)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,4 +275,4 @@ def _highest_score(case: CheckCase, spec: LayerSpec, weights: Mapping[str, Array
     rows = slice(0, ENOUGH_QUERIES)
     numbers = None if case.numbers is None else case.numbers[:, rows]
     few = replace(case, query=case.query[:, rows], visible=case.visible[:, rows], numbers=numbers)
-    return float(few.reference(spec, weights).scores.max())
+    return float(scores(few.layer(spec), weights, **few.arguments).max())

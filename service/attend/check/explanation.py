@@ -31,6 +31,7 @@ MOST_NOISE = (
     0.02  # of the largest number: the root mean square of changes by rounding with which a half-precision case tells mistakes apart
 )
 NEAR = 1e4  # tolerances within which the effect of rounding on a mistake is computed
+FEWER = 20  # times fewer pairs than the first wrong case that a case has which is looked at before
 MOST_EQUALS = 2  # other mistakes with the same numbers that are named
 
 
@@ -46,6 +47,11 @@ class Observation:
     def lacks_queries(self) -> bool:
         """Whether an output has fewer rows than there are queries."""
         return any(got.shape[QUERIES_OF[name]] < self.right.case.query.shape[1] for name, got in self.results.items())
+
+    @property
+    def pairs(self) -> int:
+        """How many pairs of queries and keys there are."""
+        return int(self.right.case.visible.size)
 
     @property
     def is_unmasked(self) -> bool:
@@ -160,10 +166,14 @@ class _Search:
 
     def __init__(self, probe: Observation, others: Sequence[Observation], steps: Collection[str]) -> None:
         self.probe, self.others, self.steps = probe, others, steps
+        shortest = min(others, key=lambda x: x.pairs, default=probe)
+        self.first = shortest if FEWER * shortest.pairs < probe.pairs else None  # excludes most mistakes in less time than a long case
 
     @cached_property
     def fitted(self) -> Named | None:
-        """Another factor on the scores that gives the numbers."""
+        """Another factor on the scores that gives the numbers; a case that agrees and is not the probe excludes it."""
+        if self.first is not None and self.first.agrees:
+            return None
         fitted = fitted_scale(self.probe.right, self.probe.results)
         return fitted if fitted and _gives(fitted, self.probe) else None
 
@@ -180,6 +190,8 @@ class _Search:
         """Those that give the numbers; then those that enlarge rounding so much that this case does not say, if another wrong one does."""
         vague = list[Named]()
         for mistake in mistakes:
+            if self.first is not None and not _may_be(mistake, self.first):
+                continue
             if (changed := _changed(mistake, self.probe)) is None:
                 continue
             if gives := _results_agree(changed, self.probe):

@@ -156,7 +156,7 @@ class Layer(NumpyArithmetic):
 
     def weights_of(self, scores: Array, sinks: Array | None) -> tuple[Array, Array]:
         """The softmax of scores [b, h, q, k] with sinks [h, 1], and log Σ exp of both: [b, h, q]."""
-        weights, total = self.softmax(scores, None), self.log_sum_exp(scores)
+        weights, total = self.softmax_and_log_sum_exp(scores)
         if sinks is None:
             return weights, total
         return weights * self.sigmoid(total - sinks)[..., None], np.asarray(sum_with_sinks(self, total, sinks[:, 0]))

@@ -79,17 +79,20 @@ class NumpyArithmetic:
 
     def softmax(self, scores: Array, fully_masked: Array | None) -> Array:
         """exp(s_j - m) / Σ exp(s_j - m) with m = max s, which avoids overflow of exp. A row of -inf has weights 0."""
-        highest = scores.max(axis=-1, keepdims=True, initial=-np.inf)
-        exponentials = np.exp(scores - np.where(np.isneginf(highest), 0.0, highest))
-        total = exponentials.sum(axis=-1, keepdims=True)
-        return np.asarray(exponentials / np.where(total == 0, 1.0, total))
+        return self.softmax_and_log_sum_exp(scores)[0]
 
     def log_sum_exp(self, scores: Array) -> Array:
         """m + ln Σ exp(s_j - m) with m = max s: [..., k] -> [...]; -inf for a row of -inf."""
+        return self.softmax_and_log_sum_exp(scores)[1]
+
+    def softmax_and_log_sum_exp(self, scores: Array) -> tuple[Array, Array]:
+        """Both, of the same exponentials."""
         highest = scores.max(axis=-1, keepdims=True, initial=-np.inf)
         highest = np.where(np.isneginf(highest), 0.0, highest)
+        exponentials = np.exp(scores - highest)
+        total = exponentials.sum(axis=-1, keepdims=True)
         with np.errstate(divide="ignore"):
-            return np.asarray((highest + np.log(np.exp(scores - highest).sum(axis=-1, keepdims=True)))[..., 0])
+            return np.asarray(exponentials / np.where(total == 0, 1.0, total)), np.asarray((highest + np.log(total))[..., 0])
 
     def sigmoid(self, x: Array) -> Array:
         """1 / (1 + exp(-x)), without overflow."""

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from attend.attention.operators.step import Step
-from attend.attention.program import as_output, outputs_of, program_of
+from attend.attention.program import as_output, needed, outputs_of, program_of
 from attend.attention.reference.arithmetic import NumpyArithmetic
 from attend.attention.reference.call import ReferenceCall
 from attend.axes import FEATURES, PROGRAM_TENSORS
@@ -58,6 +58,15 @@ def attend(spec: LayerSpec, weights: Mapping[str, Array], **arguments: Any) -> O
     call = ReferenceCall(**arguments)
     outputs = named_outputs(spec, run(spec, weights, call))
     return outputs if call.batched else Outputs(**{field.name: getattr(outputs, field.name)[0] for field in fields(Outputs)})
+
+
+def scores(spec: LayerSpec, weights: Mapping[str, Array], **arguments: Any) -> Array:
+    """The scores of a call with a batch axis, or [n, b, h, q, k] before n softmaxes. Arguments and errors as `attend`."""
+    call = ReferenceCall(**arguments)
+    m, program = NumpyArithmetic(weights), program_of(spec, features_of(spec, call))
+    values = m.weights | inputs_of(spec, call)
+    run_steps(m, needed(program, {"scores"}), values)
+    return np.asarray(values["scores"])
 
 
 def run(spec: LayerSpec, weights: Mapping[str, Array], call: ReferenceCall) -> Values:
@@ -155,7 +164,7 @@ def named_outputs(spec: LayerSpec, values: Values) -> Outputs:
     scores = values["scores"]
     visible = np.broadcast_to(values["visible"], (b, h, q, k))
     keys = values["key_projection"]
-    totals = values.get("log_sum_exp", NumpyArithmetic({}).log_sum_exp(scores))
+    totals = values["log_sum_exp"] if "log_sum_exp" in values else NumpyArithmetic({}).log_sum_exp(scores)
     return Outputs(
         scores=scores if scores.ndim == 4 else np.moveaxis(scores, 0, 1).reshape(b, -1, q, k),
         log_sum_exp=totals if totals.ndim == 3 else np.moveaxis(totals, 0, 1).reshape(b, -1, q),
