@@ -53,6 +53,15 @@ def test_a_candidate_with_a_cache_is_decoded_and_compared_with_one_causal_call(r
     assert comparison.agrees if named is None else comparison.first.mistakes[0].startswith(named)
 
 
+def test_a_cache_that_is_not_returned_is_not_tried():
+    class Keeps(Cached):
+        def forward(self, x, kv_cache=None):
+            return super().forward(x, kv_cache)[0]
+
+    comparison = compare(Keeps, longest=7)
+    assert comparison.agrees and "not return its cache last" in comparison.omissions, comparison
+
+
 class LengthOfAnotherAxis(Cached):
     """Reads the length of the cache from one of its axes, 2 if it is right; `alone`: calls of one row have a mask too."""
 
@@ -89,8 +98,9 @@ class KeysOfAnotherAxis(LengthOfAnotherAxis):
 )
 def test_a_length_that_is_read_from_another_axis_of_the_cache_is_named(right, axis, alone, taken):
     assert_agrees(type("Right", (right,), {"alone": alone}), causal=True, allow_skipped=True, longest=65)
-    explanation = compare(type("Wrong", (right,), {"axis": axis, "alone": alone}), causal=True).first.explanation
-    assert (explanation.mistakes, explanation.equals) == ((f"{taken} in the causal mask",), ())
+    first = compare(type("Wrong", (right,), {"axis": axis, "alone": alone}), causal=True).first
+    assert (first.explanation.mistakes, first.explanation.equals) == ((f"{taken} in the causal mask",), ())
+    assert first.step is not None and first.step.line.file == __file__
 
 
 class RotatedCache(nn.Module):

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from attend.check import compare
+from attend.spec import LayerSpec
 
 
 class Fused(torch.autograd.Function):
@@ -32,18 +33,38 @@ class Fused(torch.autograd.Function):
     ("wrong", "gradient", "hint"),
     [
         ({}, None, ""),
-        ({"without_row_sum": True}, "dQ", "the output is right, and its gradient is not"),
-        ({"without_scale": True}, "dK", "it is the right gradient times 2"),
+        ({"without_row_sum": True}, "dQ", "the row sum is left out: dS = P dP, and not P (dP - Σ_j P dP)"),
+        ({"without_scale": True}, "dK", "it is the right gradient times 2, as without the scale"),
     ],
 )
 def test_wrong_gradients_of_a_right_output_are_found(wrong, gradient, hint):
     function = type("Other", (Fused,), wrong)
-    comparison = compare(lambda q, k, v: function.apply(q, k, v), framework="torch", longest=7, backward=True)
+    comparison = compare(lambda q, k, v: function.apply(q, k, v), framework="torch", longest=7)
     if gradient is None:
         assert comparison.agrees and "in float32, gradients too" in comparison.conclusion, comparison
     else:
-        assert (comparison.first.output, comparison.first.hint) == (gradient, hint)
-        assert compare(lambda q, k, v: function.apply(q, k, v), framework="torch", longest=7).agrees
+        assert (comparison.first.output, comparison.first.hint) == (gradient, f"the output is right, and its gradient is not: {hint}")
+
+
+class Grouped(torch.autograd.Function):
+    """The gradients of keys and values of one query head of each group, and not of all."""
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+        return Fused.forward(ctx, q, k, v)
+
+    @staticmethod
+    def backward(ctx, outside):
+        dq, dk, dv = Fused.backward(ctx, outside)
+        return dq, dk[:, 1::2], dv[:, 1::2]
+
+
+def test_gradients_of_a_group_that_are_not_summed_are_named():
+    spec = LayerSpec(d_model=20, num_heads=6, num_kv_heads=3, head_dim=5, projections=False)
+    comparison = compare(lambda q, k, v: Grouped.apply(q, k, v), spec=spec, framework="torch", longest=7)
+    assert comparison.first.output == "dK"
+    assert "it is that of the last query head of each group, and not their sum" in comparison.first.hint
 
 
 def test_gradients_of_the_inputs_of_modules():

@@ -99,6 +99,10 @@ def as_onnx(Q, K, V, attn_mask=None, scale=None, is_causal=0):
     return as_sdpa(Q, K, V, attn_mask, 0.0, bool(is_causal), scale)
 
 
+def as_mlx(q, k, v, *, scale, mask=None):
+    return as_sdpa(q, k, v, mask, 0.0, False, scale)
+
+
 RIGHT: dict[Like, tuple] = {  # the function, what is tried, and what is not
     "flash_attn": (as_flash, ["softmax_scale", "causal"], ["dropout_p"]),
     "flash_attn_varlen": (
@@ -108,6 +112,7 @@ RIGHT: dict[Like, tuple] = {  # the function, what is tried, and what is not
     "sdpa": (as_sdpa, ["attn_mask", "is_causal", "scale"], ["dropout_p"]),
     "flex_attention": (as_flex, ["scale"], ["score_mod", "block_mask"]),
     "jax": (as_jax, ["mask", "scale", "is_causal", "key_value_seq_lengths"], ["bias"]),
+    "mlx": (as_mlx, ["scale", "mask"], []),
     "transformers": (as_transformers, ["attention_mask", "scaling"], ["dropout"]),
     "xformers": (as_xformers, ["attn_bias", "scale"], ["p", "op"]),
     "onnx": (as_onnx, ["attn_mask", "scale", "is_causal"], []),
@@ -127,7 +132,7 @@ WRONG: dict[str, tuple] = {
 @pytest.mark.parametrize("like", FUNCTIONS)
 def test_a_function_agrees_with_the_conventions_of_the_one_that_it_is_like(like):
     function, tried, untried = RIGHT[like]
-    options = {"framework": "torch"} if like == "jax" else {}
+    options = {"framework": "torch"} if like in ("jax", "mlx") else {}
     comparison = compare(function, like=like, longest=33, **options)
     assert comparison.agrees, f"\n{comparison}"
     assert comparison.tried == tuple(tried) and comparison.parameters == tuple(untried)

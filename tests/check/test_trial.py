@@ -99,6 +99,15 @@ class DoublesScores(NormLast):
     factor = 2.0
 
 
+class SelfAttentionAlone(Named):
+    """Made without the matrices that keys of their own need."""
+
+    def forward(self, x, context=None):
+        if context is not None:
+            raise ValueError
+        return super().forward(x)
+
+
 RIGHT = {
     "weights of unusual names": (Named, ["fc_val is the weight of value; final is the weight of output"], []),
     "weights whose names say nothing": (
@@ -111,6 +120,7 @@ RIGHT = {
         ["x @ W", "A is the weight of query; B is the weight of key; C is the weight of value"],
         [],
     ),
+    "optional keys that it refuses": (SelfAttentionAlone, ["it refuses context"], ["context"]),
     "a norm first": (NormFirst, ["compared without norm", "true in mask [b,k] means attend"], ["norm.weight", "norm.bias"]),
     "a residual and a norm last": (NormLast, ["without layer_norm", "its input is added"], ["layer_norm.weight", "layer_norm.bias"]),
 }
@@ -141,10 +151,19 @@ class InvertsMask(Named):
         return self.final(merge(scaled_dot_product_attention(q, k, v, None if attend_mask is None else ~attend_mask)))
 
 
+def sees_one_padded_key(queries, keys, values, valid_lens=None):
+    scores = queries @ keys.swapaxes(1, 2) / np.sqrt(queries.shape[-1])
+    if valid_lens is not None:
+        scores = np.where(np.arange(scores.shape[2]) > valid_lens[:, None, None], -1e6, scores)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    return weights / weights.sum(-1, keepdims=True) @ values
+
+
 WRONG = {
     "layers that are exchanged": (Exchanged, "the matrices of query, key, value are taken to be those of key, query, value"),
     "a factor beside a residual and a norm": (DoublesScores, "the scores are multiplied by 2"),
     "a mask whose name says its meaning": (InvertsMask, "the mask is inverted"),
+    "lengths, which only a batch has": (sees_one_padded_key, "each query also sees the key after its last one"),
 }
 
 

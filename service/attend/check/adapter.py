@@ -48,6 +48,10 @@ class CallFailed(Exception):
     """The candidate raised; the message has its exception and the arguments."""
 
 
+class NoCache(Exception):
+    """A call that should begin a cache returned none."""
+
+
 @dataclass(frozen=True, slots=True)
 class CandidateResult:
     """The candidate's result in the reference's layout, as float64; `dtype` is that of its output."""
@@ -123,7 +127,7 @@ class Adapter:
         return None
 
     def call(self, case: CheckCase) -> CandidateResult:
-        """Call the candidate, or decode with it. CallFailed: it raised. ValueError: its result is no array."""
+        """Call the candidate, or decode with it. CallFailed: it raised. NoCache. ValueError: its result is no array."""
         if not case.chunks:
             return self._result(self._call(case, {}))
         results, cache, taken_back = [], self._empty_cache(), case.rolled_back
@@ -139,14 +143,14 @@ class Adapter:
         return None if self.new_cache is None else self.new_cache()
 
     def _cache_after(self, returned: Any, cache: Any) -> Any:
-        """The cache after a call: the last value that it returned, or the one that it was given and changed. ValueError: there is none."""
+        """The cache after a call: the last value that it returned, or the one that it was given and changed. NoCache: there is none."""
         if "cache" not in self.roles:  # the candidate keeps it
             return None
         last = returned[-1] if isinstance(returned, tuple | list) and len(returned) > 1 else None
         if self.new_cache is not None:
             return last if isinstance(last, type(cache)) else cache
         if last is None:
-            raise ValueError("expected a tuple that ends with the cache; pass new_cache=… if calls change the cache in place")
+            raise NoCache
         return last
 
     def _after_rows_that_are_taken_back(self, rows: CheckCase, cache: Any) -> Any:
@@ -357,10 +361,17 @@ def _function_and_signature(candidate: Any, convention: Convention) -> tuple[Cal
     try:
         return function, inspect.signature(described)
     except ValueError:
-        arguments = known_arguments(convention, None)
-        defaults = {name: inspect.Parameter.empty if role in ("query", "key", "value") else None for name, role in arguments.items()}
-        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-        return function, inspect.Signature([inspect.Parameter(name, kind, default=default) for name, default in defaults.items()])
+        arguments, inputs = known_arguments(convention, None), ("query", "key", "value")
+        required = FUNCTIONS[convention.like].required if convention.like else ()
+        parameters = [
+            inspect.Parameter(
+                name,
+                inspect.Parameter.POSITIONAL_OR_KEYWORD if role in inputs else inspect.Parameter.KEYWORD_ONLY,
+                default=inspect.Parameter.empty if role in inputs or name in required else None,
+            )
+            for name, role in arguments.items()
+        ]
+        return function, inspect.Signature(sorted(parameters, key=lambda parameter: parameter.kind))
 
 
 def is_module(candidate: Any) -> bool:

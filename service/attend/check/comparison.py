@@ -19,7 +19,7 @@ from attend.check.convention import make_convention
 from attend.check.divergence import Divergence, FirstWrongStep, first_wrong_step
 from attend.check.explanation import Explanation, Observation, OtherSizes, explain, explain_in_turn
 from attend.check.families import layer_of
-from attend.check.gradients import compare_gradients
+from attend.check.gradients import compare_gradients, has_own_backward
 from attend.check.lengths import LONGEST
 from attend.check.low_precision import HALF
 from attend.check.report import Comparison, Disagreement
@@ -44,7 +44,7 @@ def compare(
 
     The reference computes the layer `spec`, or that of a family such as "llama"; without it, multi-head attention with a bias wherever the
     candidate has one. Options are the fields of `Convention`; no call has more rows than `longest`, but for short ones. `backward`:
-    gradients of the inputs are compared, too.
+    gradients of the inputs are compared, too, as they are of a `torch.autograd.Function`.
 
     ValueError: how to construct or call the candidate, or to read its weights, is ambiguous, and the message names the option that decides;
     or the weights are not those of the spec. TypeError: no such option.
@@ -65,7 +65,8 @@ def compare(
                 called.compare_together(sweep)
             for cases in prepared.draw_alignments(seed):
                 called.align(cases, prepared.adapter.aligned)
-        wrong_gradient = _compare_gradients(called, seed) if backward and called.agree else None
+        backward = called.agree and (backward or has_own_backward(prepared, called.compared[0].right.case))
+        wrong_gradient = _compare_gradients(called, seed) if backward else None
         comparison = replace(_compared(called), found=tried.found)
         failures = [_failure(x) for x in called.failures[:1]]
         if (changing := _changing(prepared, called.compared)) is not None:
@@ -134,7 +135,8 @@ def _compare_gradients(called: Calls, seed: int) -> Disagreement | None:
     assert first.expected is not None and first.got is not None
     index = tuple(map(int, np.argwhere(~(np.abs(first.got - first.expected) <= first.tolerance))[0]))
     expected, got = (f"{x[index]:.9g}" for x in (first.expected, first.got))
-    hint = first.hint or "the output is right, and its gradient is not"
+    common = [hint for hint in first.hints if all(hint in x.hints for x in wrong if x.name == first.name)]
+    hint = "the output is right, and its gradient is not" + (f": {common[0]}" if common else "")
     return Disagreement(first.case.name, first.name, expected, got, index, hint)
 
 

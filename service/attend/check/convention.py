@@ -23,7 +23,7 @@ Layout = Literal["b,h,n,d", "b,n,h,d", "n,b,h,d", "b,n,d"]
 Orientation = Literal["in,out", "out,in"]
 Alignment = Literal["top-left", "bottom-right"]
 Like = Literal[
-    "flash_attn", "flash_attn_varlen", "flash_attn_with_kvcache", "sdpa", "flex_attention", "jax", "transformers", "xformers", "onnx"
+    "flash_attn", "flash_attn_varlen", "flash_attn_with_kvcache", "sdpa", "flex_attention", "jax", "mlx", "transformers", "xformers", "onnx"
 ]
 Fused = Literal["q,k,v", "per_head", "q,v,k", "k,q,v", "k,v,q", "v,q,k", "v,k,q", "per_number"]
 

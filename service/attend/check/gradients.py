@@ -6,11 +6,13 @@ down by a little, and the losses of all these inputs are computed in one batch.
 
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from attend.check.backward import mistaken_gradients
 from attend.check.candidate import Candidate
 from attend.check.cases import CheckCase
 from attend.check.low_precision import HALF
@@ -30,7 +32,7 @@ class Gradient:
     expected: Array | None = None
     got: Array | None = None
     tolerance: float = 0.0
-    hint: str = ""
+    hints: tuple[str, ...] = ()  # what a wrong one is
     skipped: str = ""
 
     @property
@@ -69,12 +71,33 @@ def _of_case(candidate: Candidate, case: CheckCase) -> Iterator[Gradient]:
     for name, gradient in got.items():
         expected = _differences(candidate, case, name, outside, [*got])
         tolerance = RELATIVE[adapter.dtype] * max(1.0, scores) * max(float(np.abs(expected).max()), 1e-30)
-        hint = _hint(expected, gradient, tolerance)
-        yield Gradient(case, NAMES[name] if len(got) > 1 else "dX", expected, gradient, tolerance, hint)
+        found = Gradient(case, NAMES[name] if len(got) > 1 else "dX", expected, gradient, tolerance)
+        if found.error <= tolerance:
+            yield found
+            continue
+        mistaken = mistaken_gradients(case.layer(candidate.spec), candidate.weights, case, outside, name) if len(got) == len(NAMES) else ()
+        named = [words for words, x in mistaken if np.abs(x - gradient).max() <= tolerance + np.abs(x).max() * RELATIVE[adapter.dtype]]
+        yield replace(found, hints=tuple(_factor(expected, gradient, tolerance, candidate.spec.scale) or named))
 
 
-def _backward(candidate: Candidate, case: CheckCase, torch: Any) -> tuple[Array, dict[str, Array]]:
-    """The random numbers of the loss [b, q, width], and the candidate's gradients by the role of the input."""
+def has_own_backward(candidate: Candidate, case: CheckCase) -> bool:
+    """Whether an output comes of a `torch.autograd.Function`, whose backward pass is not torch's."""
+    torch = sys.modules.get("torch")
+    if torch is None or candidate.adapter.framework != "torch" or candidate.adapter.dtype not in RELATIVE:
+        return False
+    with suppress(Exception), torch.enable_grad():  # whatever it raises
+        output, _ = _differentiable(candidate, case)
+        nodes, known = [output.grad_fn], set[Any]()
+        while nodes:
+            if (node := nodes.pop()) is not None and node not in known:
+                known.add(node)
+                nodes += [before for before, _ in node.next_functions]
+        return any(isinstance(node, torch.autograd.function.BackwardCFunction) for node in known)
+    return False
+
+
+def _differentiable(candidate: Candidate, case: CheckCase) -> tuple[Any, dict[str, Any]]:
+    """The output of a call as a tensor, and the inputs that it may be differentiated by, by their roles."""
     adapter, made = candidate.adapter, dict[str, Any]()
     parameters = {adapter.roles[role]: role for role in NAMES if role in adapter.roles}
 
@@ -87,9 +110,15 @@ def _backward(candidate: Candidate, case: CheckCase, torch: Any) -> tuple[Array,
         made["output"] = result[0] if isinstance(result, tuple | list) else result
         return returned
 
+    replace(adapter, function=differentiable).call(case)
+    return made.pop("output"), made
+
+
+def _backward(candidate: Candidate, case: CheckCase, torch: Any) -> tuple[Array, dict[str, Array]]:
+    """The random numbers of the loss [b, q, width], and the candidate's gradients by the role of the input."""
+    adapter = candidate.adapter
     with torch.enable_grad():
-        replace(adapter, function=differentiable).call(case)
-        output = made.pop("output")
+        output, made = _differentiable(candidate, case)
         numbers = np.random.default_rng(0).standard_normal(tuple(output.shape))
         (output * torch.as_tensor(numbers, dtype=output.dtype, device=output.device)).sum().backward()
     outside = adapter.as_output(np.asarray(torch.as_tensor(numbers, dtype=output.dtype).double().numpy()))
@@ -123,11 +152,13 @@ def _differences(candidate: Candidate, case: CheckCase, name: str, outside: Arra
     return np.asarray(((losses(1) - losses(-1)) / (2 * STEP)).T.reshape(x.shape))
 
 
-def _hint(expected: Array, got: Array, tolerance: float) -> str:
+def _factor(expected: Array, got: Array, tolerance: float, scale: float) -> list[str]:
     """What a wrong gradient is, if it is the right one times a factor, or nothing."""
     if not np.abs(got).max() > 0:
-        return "it is 0: no gradient reaches this input"
+        return ["it is 0: no gradient reaches this input"]
     factor = float(np.sum(got * expected) / max(float(np.sum(expected**2)), 1e-300))
-    if np.abs(got - factor * expected).max() <= tolerance * max(1.0, abs(factor)) and abs(factor - 1) > 1e-3:
-        return f"it is the right gradient times {factor:.4g}"
-    return ""
+    if np.abs(got - factor * expected).max() > tolerance * max(1.0, abs(factor)):
+        return []
+    known = {1 / scale: ", as without the scale", scale: ", as with the scale twice"}
+    words = next((words for number, words in known.items() if abs(factor - number) < 1e-3 * number), "")
+    return [f"it is the right gradient times {factor:.4g}{words}"]

@@ -23,6 +23,7 @@ class KnownFunction:
     arguments: Mapping[str, str] = field(default_factory=dict)
     alignment: Alignment | None = None  # of causal calls with more or fewer keys than queries
     adds_numbers: bool = False  # whether its mask may also be numbers, which are added
+    required: tuple[str, ...] = ()  # parameters without a default besides the inputs, if it shows none
 
 
 HEADS_SECOND, HEADS_THIRD = {"layout": "b,h,n,d"}, {"layout": "b,n,h,d"}
@@ -55,6 +56,14 @@ FUNCTIONS: dict[Like, KnownFunction] = {
         {**HEADS_THIRD, "framework": "jax", "mask_means": "attend", "mask_shape": "b,1,q,k"},
         {"key_value_seq_lengths": "lengths"},
         "top-left",
+    ),
+    "mlx": KnownFunction(
+        "mx.fast.scaled_dot_product_attention",
+        r"mlx\..*\.scaled_dot_product_attention",
+        {**HEADS_SECOND, "framework": "mlx", "mask_means": "attend", "mask_shape": "b,1,q,k"},
+        {"q": "query", "k": "key", "v": "value", "scale": "scale", "mask": "mask"},
+        adds_numbers=True,
+        required=("scale",),
     ),
     "transformers": KnownFunction(
         "the attention functions of transformers",

@@ -24,7 +24,7 @@ from attend.spec import LayerSpec
 from attend.tensors import Array
 
 MOST_READINGS = 400  # of axes and weights together
-ALL_AGREE = 4
+ALL_AGREE = 5
 NOTHING_AGREES = 1
 LONGEST = 64  # rows that a class is constructed for until it is compared
 CHANGED = 1e-3  # of the largest number: by how much an output differs that depends on a key
@@ -113,9 +113,21 @@ class _Trial:
                 yield from _axes(prepared, reading)
                 if reading.left_out:
                     yield from _axes(prepared, replace(reading, residual=True))
+                if (alone := self._without_keys(prepared, reading)) is not None:
+                    yield from _axes(self.prepare(alone), alone)
         if not fits:
             first, *_ = refused
             raise first
+
+    def _without_keys(self, prepared: Candidate, reading: Convention) -> Convention | None:
+        """The convention without keys and values of their own, if the candidate raises for them and they are optional."""
+        adapter = prepared.adapter
+        optional = {name: "unused" for role, name in adapter.roles.items() if role in ("key", "value") and role not in adapter.required}
+        try:
+            _output(prepared, next(prepared.draw_cases(self.seed)))
+        except CallFailed:
+            return reading.tried(arguments={**reading.arguments, **optional}) if optional else None
+        return None
 
     def _expanded(self, convention: Convention) -> Iterator[Convention | ValueError]:
         """The convention with each value of what is ambiguous; an error instead of one that fits no candidate."""
@@ -162,10 +174,12 @@ class _Trial:
         return convention if limited else convention.tried(causal=bool(is_causal))
 
     def _agreement(self, prepared: Candidate) -> int:
-        """How much agrees: ALL_AGREE if all cases do that depend on no meaning of a mask; one less if the first does; or only one row."""
+        """How much agrees: ALL_AGREE if all cases do that depend on no meaning of a mask; less if the first does, one less if the candidate
+        takes the others; or only one row."""
         first, *others = self._cases(prepared)
         if self._agrees(prepared, first):
-            return ALL_AGREE if all(self._agrees(prepared, case) for case in others) else ALL_AGREE - 1
+            agree = all(self._agrees(prepared, case) for case in others)
+            return ALL_AGREE if agree else ALL_AGREE - 1 if self._takes_all(prepared) else ALL_AGREE - 2
         return NOTHING_AGREES + any(
             self._agrees(prepared, case) for case in prepared.draw_partial_cases(self.seed) if case.name == "one row"
         )
@@ -349,4 +363,5 @@ def _words(before: Convention, after: Convention) -> Iterator[str]:
     if after.residual:
         yield "its input is added to the output"
     yield from (f"{name} is {size}" for name, size in after.sizes.items())
-    yield from (f"{name} is the {role}" for name, role in after.arguments.items() if name not in before.arguments)
+    new = {name: role for name, role in after.arguments.items() if name not in before.arguments}
+    yield from (f"it refuses {name}" if role == "unused" else f"{name} is the {role}" for name, role in new.items())

@@ -158,7 +158,7 @@ MISTAKES: dict[str, dict[str, Mistake]] = {
             ),
             "the mask is ignored": ("softmax(S) V", change_mask(np.ones_like)),
             "the mask is transposed": ("softmax(S + Mᵀ) V", change_mask(_transposed)),
-            "each query also sees the key after its last one (a causal mask off by one)": (
+            "each query also sees the key after its last one (a mask or length that is off by one)": (
                 "softmax(S + M) V, and the key after the last one is visible",
                 change_mask(_with_next_key),
             ),
