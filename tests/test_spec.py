@@ -3,7 +3,8 @@
 import pytest
 
 from attend.attention.initialization import draw_weights
-from attend.spec import LayerSpec, fingerprint
+from attend.fingerprint import fingerprint
+from attend.spec import LayerSpec
 
 SPECS: dict[str, dict[str, object]] = {
     "plain": {},

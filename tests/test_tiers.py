@@ -10,17 +10,19 @@ import pytest
 
 from attend.attention.operators import OPERATORS
 from attend.attention.program import PLACES
-from attend.spec import FIRST_FIELDS
+from attend.fingerprint import FIRST_FIELDS
 
 ROOT = Path(__file__).parent.parent / "service" / "attend"
-TIER_1 = {"axes", "errors", "limits", "tensors", "spec_parts", "spec"}
+TIER_1 = {"axes", "errors", "limits", "tensors", "spec_parts", "spec_properties", "spec", "fingerprint"}
 ALLOWED: dict[str, set[str]] = {
     "axes": set(),
     "errors": set(),
     "limits": set(),
     "tensors": {"errors"},
     "spec_parts": {"errors", "tensors"},
-    "spec": {"axes", "errors", "tensors", "spec_parts", "attention"},  # of attention, what imports no torch (WITHOUT_TORCH)
+    "spec_properties": {"axes", "errors", "tensors", "spec_parts", "attention"},  # of attention, what imports no torch (WITHOUT_TORCH)
+    "spec": {"axes", "errors", "tensors", "spec_parts", "spec_properties", "attention"},
+    "fingerprint": {"spec", "tensors"},
     "settings": TIER_1 | {"wire"},
     "wire": TIER_1,
     "attention": TIER_1,
@@ -39,7 +41,9 @@ THIRD_PARTIES: dict[str, set[str]] = {
     "limits": set(),
     "tensors": {"ml_dtypes"},
     "spec_parts": {"pydantic", "pydantic_core"},
+    "spec_properties": {"pydantic", "pydantic_core"},
     "spec": {"pydantic", "pydantic_core"},
+    "fingerprint": {"pydantic"},
     "settings": {"pydantic"},
     "wire": {"pydantic", "pydantic_core", "orjson", "pybase64", "safetensors"},
     "attention": {"torch", "pydantic"},
@@ -68,7 +72,7 @@ NAMES_OPERATORS = (  # those who compute, read or compare single ones
     *(f"check/{name}.py" for name in ("candidate", "cases", "changes", "convention", "fitting", "layer", "parameters")),
     *(f"check/{name}.py" for name in ("constructor", "families", "lengths", "rounding", "signatures", "weights")),
 )
-WITHOUT_TORCH = ("operators", "program")  # of attention
+WITHOUT_TORCH = ("operators", "program", "dataflow")  # of attention
 WATCHED = {"asyncio"}  # of the standard library: the rules say which packages may use event loops
 SETTINGS_READERS = {"cli", "web/app.py", "deploy"}
 
@@ -102,7 +106,7 @@ def breaches(modules: Mapping[str, str]) -> list[str]:
                 target = parts[1] if len(parts) > 1 else "__init__"
                 if target not in (room, "version") and target not in ALLOWED[room]:
                     found.append(f"{path} imports {name}")
-                if room in ("spec", "checkpoints") and target == "attention" and parts[2] not in WITHOUT_TORCH:
+                if room in ("spec_properties", "spec", "checkpoints") and target == "attention" and parts[2] not in WITHOUT_TORCH:
                     found.append(f"{path} imports {name}")
                 if target == "settings" and path not in SETTINGS_READERS and room not in SETTINGS_READERS:
                     found.append(f"{path} imports {name}")
@@ -242,7 +246,7 @@ def test_no_other_file_asks_for_an_operator_by_name() -> None:
                     found.add((file, name))
                 case ast.ImportFrom(module=str(module)) if module.startswith("attend.attention.operators."):
                     found |= {(file, module.rpartition(".")[2])} if module.rpartition(".")[2] in files else set()
-    first = FIRST_FIELDS & strings  # those of the first version, to which fingerprints refer
+    first = FIRST_FIELDS[""] & strings  # those of the first version, to which fingerprints refer
     words = ("serving/words/small.py", "rope")  # the spec of a model
     calls = {("serving/calls.py", "softcap"), ("check/random_cases.py", "window"), ("check/random_cases.py", "block_selection")}
-    assert found == {*calls, words, *(("spec.py", name) for name in first)}
+    assert found == {*calls, words, *(("fingerprint.py", name) for name in first)}

@@ -1,26 +1,20 @@
-"""LayerSpec, the configuration of a layer, and the fingerprint of a spec and its weights. Tier 1.
+"""LayerSpec, the configuration of a layer. Tier 1.
 
 A spec determines names and shapes of weights, not their values: `attention/initialization.py` draws the values, or they come from a request
-or a checkpoint. Defaults are filled in on construction, so equivalent specs are equal and have the same fingerprint.
+or a checkpoint. Defaults are filled in on construction, so equivalent specs are equal.
 """
 
-import hashlib
 import json
 import math
-from collections.abc import Collection, Mapping
-from functools import cached_property
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
-from attend.attention.operators import OPERATORS, OperatorFields, num_softmaxes
-from attend.attention.operators.declarations import Coordinates, Extent, Interval
-from attend.attention.operators.operator import Operator
-from attend.attention.operators.step import Value
-from attend.attention.program import OPTIONAL, SINGLE, Program, outputs_of, program_of
-from attend.axes import GRADIENTS
+from attend.attention.operators import OPERATORS, num_softmaxes
+from attend.attention.program import SINGLE
 from attend.spec_parts import PROJECTIONS, WHOLE, Biases, field_error, whole
-from attend.tensors import Array, datatype_of, raw
+from attend.spec_properties import SpecProperties
 
 Init = Literal["xavier_uniform", "numpy_normal", "numpy_uniform", "torch_linear", "torch_mha"]
 DType = Literal["float64", "float32", "bfloat16", "float16"]
@@ -28,10 +22,6 @@ MatmulPrecision = Literal["highest", "high", "medium"]
 Gain = Annotated[float, Field(ge=1e-6, le=1e6, allow_inf_nan=False, strict=True)]
 
 DERIVED = ("num_kv_heads", "head_dim", "value_head_dim", "key_dim", "value_dim", "output_dim", "bias", "scale")  # from other fields
-FIRST_FIELDS = {  # of 0.1.0. A fingerprint leaves out others at their defaults, so that those of layers without them remain valid
-    *("d_model", "num_heads", "num_kv_heads", "head_dim", "value_head_dim", "key_dim", "value_dim", "output_dim", "bias", "scale"),
-    *("projections", "softcap", "window", "rope", "alibi", "relative_bias", "qk_norm", "sinks", "dtype"),
-}
 
 
 def _allow_null(schema: dict[str, Any]) -> None:
@@ -44,7 +34,7 @@ def _allow_null(schema: dict[str, Any]) -> None:
             schema["properties"][name] = {"anyOf": [*(field.get("anyOf") or [field]), {"type": "null"}], **texts}
 
 
-class LayerSpec(OperatorFields):
+class LayerSpec(SpecProperties):
     """One multi-head attention layer.
 
     Shapes: queries [b, q, d_model], keys [b, k, key_dim], values [b, k, value_dim], output [b, q, output_dim]. With `projections` false,
@@ -135,7 +125,7 @@ class LayerSpec(OperatorFields):
         """Refuse widths, biases and features that the init, or a layer without projections, does not have."""
         init, square = self.init or "", dict.fromkeys(self._widths(), self.d_model)
         if not self.projections:
-            projected = self._projected_widths()
+            projected = self.projected_widths()
             self._require_widths({f"{name}_dim": projected[name] for name in ("key", "value", "output")}, "since nothing is projected")
         elif init.startswith("numpy_"):
             self._require_widths(square, f"since init {init} draws square d_model matrices")
@@ -171,162 +161,6 @@ class LayerSpec(OperatorFields):
             "output_dim": self.output_dim,
         }
 
-    def _projected_widths(self) -> dict[str, int]:
-        """Projection -> width of all its heads; `output` is the width of the concatenated heads."""
-        kv, heads = self.num_kv_heads, self.num_heads
-        return {
-            "query": heads * self.head_dim,
-            "key": kv * self.head_dim,
-            "value": kv * self.value_head_dim,
-            "output": heads * self.value_head_dim,
-        }
-
-    @property
-    def widest(self) -> int:
-        """Largest width of an input, a projection or the output."""
-        inputs, added = (
-            (self.d_model, self.key_dim, self.value_dim, self.output_dim),
-            (operator.widest(self) for operator in self.operators),
-        )
-        return max(*inputs, *self._projected_widths().values(), *added)
-
-    @property
-    def query_dim(self) -> int:
-        """Width of the queries in requests."""
-        return self.d_model if self.projections else self.num_heads * self.head_dim
-
-    @cached_property
-    def operators(self) -> tuple[type[Operator], ...]:
-        """The operators of the layer."""
-        return tuple(operator for operator in OPERATORS if operator.is_active(self))
-
-    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """A copy with other values of some fields, which are not validated. What is derived from them is derived again."""
-        copied = super().model_copy(update=update, deep=deep)
-        for name, attribute in vars(LayerSpec).items():
-            if isinstance(attribute, cached_property):
-                copied.__dict__.pop(name, None)
-        return copied
-
-    @property
-    def num_softmaxes(self) -> int:
-        """Number of softmaxes of each head, among which the numbers of its queries and keys are divided."""
-        return num_softmaxes({operator.field for operator in self.operators})
-
-    @cached_property
-    def all_operators(self) -> tuple[type[Operator], ...]:
-        """The operators of the layer, and those that calls may ask for."""
-        return tuple(operator for operator in OPERATORS if operator.of_calls or operator in self.operators)
-
-    @cached_property
-    def program(self) -> Program:
-        """The steps of a call that asks for nothing that the layer does not have."""
-        return program_of(self, self.features)
-
-    @property
-    def features(self) -> set[str]:
-        """The features, for `program_of`, of a call that asks for nothing that the layer does not have."""
-        own = {operator.field for operator in self.operators if operator.of_calls}
-        return own | ({"intervals"} if any(map(str, self.intervals)) else set())
-
-    @cached_property
-    def signed_weights(self) -> str:
-        """The field that makes attention weights negative, with any sum; "" if none does."""
-        return next((operator.field for operator in self.operators if any(step.signed for step in operator.own_steps(self))), "")
-
-    @cached_property
-    def undefined_options(self) -> dict[str, str]:
-        """Fields of requests that the layer refuses -> why."""
-        return {name: reason for operator in self.operators for name, reason in operator.undefined_options.items()}
-
-    @property
-    def positional(self) -> str:
-        """The first field that makes results depend on the positions of queries and keys, "" if there is none."""
-        return next((operator.field for operator in self.operators if operator.positional), "")
-
-    @property
-    def intervals(self) -> tuple[Interval, ...]:
-        """The keys that each operator leaves to a query."""
-        return tuple(operator.interval(self) for operator in self.operators)
-
-    @property
-    def extents(self) -> tuple[Extent, ...]:
-        """The positions that queries and keys may have, by each operator that has a bound."""
-        return tuple(extent for operator in self.operators if (extent := operator.extent(self)) is not None)
-
-    @property
-    def coordinates(self) -> Coordinates | None:
-        """What calls have in the field `positions`; None: they have none."""
-        return next((found for operator in self.operators if (found := operator.coordinates(self)) is not None), None)
-
-    @property
-    def normalises_heads(self) -> bool:
-        """Whether queries and keys do not grow with their inputs."""
-        return any(operator.normalises_heads for operator in self.operators)
-
-    @property
-    def is_relative(self) -> bool:
-        """Whether results depend on differences of positions only."""
-        return all(operator.is_relative(self) for operator in self.operators)
-
-    @cached_property
-    def splits_over_keys(self) -> bool:
-        """Whether the result of a call follows from those of parts that have some of its keys each, numbered from 0."""
-        return self.is_relative and not any(step.all_keys for step in self.program)
-
-    @cached_property
-    def reads_hidden_keys(self) -> bool:
-        """Whether results depend on keys that are masked for every query: they are neither left out of calls nor freed in caches."""
-        return any(step.expands and step.all_keys for step in self.program)
-
-    def outputs(self, features: Collection[str] = ()) -> Mapping[str, Value]:
-        """What calls with these features beside the layer's own may ask for, gradients aside, with the axes of each output."""
-        return outputs_of(self, frozenset({*self.features, *features}))
-
-    @cached_property
-    def every_output(self) -> Mapping[str, Value]:
-        """Every output that some call may ask for."""
-        return {**self.outputs(OPTIONAL), **{name: Value(axes) for name, axes in GRADIENTS.items()}}
-
-    def output_shape(self, name: str, b: int, q: int, k: int) -> tuple[int, ...]:
-        """The shape of an output for b items of q queries and k keys, -1 for unknown numbers, without a selection."""
-        lengths = {"b": b, "q": q, "k": k}
-
-        def length(axis: str) -> int:
-            whole, _, divisor = axis.partition(" / ")
-            n = lengths[whole] if whole in lengths else self.length_of(whole)
-            return n if n < 0 or not divisor else -(-n // self.length_of(divisor))
-
-        return tuple(map(length, self.every_output[name].output_axes))
-
-    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Canonical name -> shape of every weight. A projection is applied as `x @ W.T + b`, so W is [out, in]."""
-        shapes: dict[str, tuple[int, ...]] = {}
-        widths = self._projected_widths()
-        ins = {"query": self.d_model, "key": self.key_dim, "value": self.value_dim, "output": widths["output"]}
-        for name in PROJECTIONS if self.projections else ():
-            out = self.output_dim if name == "output" else widths[name]
-            shapes[f"{name}.weight"] = (out, ins[name])
-            if self.has_bias(name):
-                shapes[f"{name}.bias"] = (out,)
-        for operator in self.operators:
-            shapes |= operator.weights(self)
-        return shapes
-
-    def length_of(self, axis: str) -> int:
-        """The length of an axis of a value that does not depend on the call, such as `h`, `head_dim` or a width of an operator."""
-        fixed = {"h": self.num_heads, "kv heads": self.num_kv_heads}
-        if axis.isdigit():
-            return int(axis)
-        if " * " in axis:
-            return math.prod(map(self.length_of, axis.split(" * ")))
-        parts = (self, *(getattr(self, operator.field) for operator in self.operators))
-        return fixed[axis] if axis in fixed else next(int(getattr(part, axis)) for part in parts if hasattr(part, axis))
-
-    @property
-    def num_parameters(self) -> int:
-        return sum(math.prod(shape) for shape in self.weight_shapes().values())
-
 
 def _fill_widths(filled: dict[str, Any], d_model: int, heads: int) -> None:
     """Fills in widths that follow from other fields, if those are integers; validation refuses others later."""
@@ -347,30 +181,3 @@ def _fill_widths(filled: dict[str, Any], d_model: int, heads: int) -> None:
         operator.fill_in(filled, width)
     for name in ("key_dim", "value_dim", "output_dim"):
         filled.setdefault(name, d_model)
-
-
-def _omit_defaults(fields: dict[str, Any], model: type[BaseModel], names: Collection[str]) -> None:
-    """Delete those of these fields of a model that are at their defaults."""
-    for name in names:
-        if name in fields and fields[name] == model.model_fields[name].default:
-            del fields[name]
-
-
-def fingerprint(spec: LayerSpec, weights: Mapping[str, Array]) -> str:
-    """SHA-256, in hex, of the spec and the weights, which identifies the layer's results.
-
-    The digest is of the canonical JSON of the spec (sorted keys, no spaces, defaults filled in, without `seed`, `init`, `gain`,
-    `matmul_precision` and the fields that are newer than 0.1.0 at their defaults), then for each weight in order of name a line
-    `name dtype shape\\n` (`query.weight FP32 [64,64]`) and its little-endian row-major bytes.
-    """
-    document = spec.model_dump(mode="json", exclude={"seed", "init", "gain", "matmul_precision"})
-    _omit_defaults(document, LayerSpec, set(LayerSpec.model_fields) - FIRST_FIELDS)
-    for operator in spec.operators:
-        _omit_defaults(document[operator.field], type(getattr(spec, operator.field)), operator.newer_fields)
-    digest = hashlib.sha256(json.dumps(document, sort_keys=True, separators=(",", ":")).encode())
-    for name in sorted(weights):
-        array = weights[name]
-        shape = json.dumps(list(array.shape), separators=(",", ":"))
-        digest.update(f"{name} {datatype_of(array).name} {shape}\n".encode())
-        digest.update(raw(array))
-    return digest.hexdigest()

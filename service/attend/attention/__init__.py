@@ -3,11 +3,12 @@
 In the order in which to read it:
 
     call.py, masks.py        the input of a layer and its result; which keys each query may attend to
-    program.py               a layer as an ordered tuple of steps, and what follows from it
+    program.py               a layer as an ordered tuple of steps
+    dataflow.py              what follows from the values that steps read and write: which steps compute a value, what a cache keeps
     operators/               a file for each operator (RoPE, ALiBi, sinks, …): spec, weights, steps, cost, random cases; step.py says what a
                              step is and what it is written in, projection.py projects into heads
     layer.py                 plans which steps a call needs, with or without a kernel, and runs them
-    executor.py              runs steps by blocks of query rows, which rows.py bounds
+    executor.py              runs steps by blocks of query rows, which rows.py bounds and cuts
     torch_arithmetic.py      what steps are written in, for torch, with linear.py (products), index_scores.py (the indexer's selection) and
                              numerics.py (datatypes); dropout.py
     kernels/                 fuse several steps; each kernel declares which, choice.py tells which one a layer gets

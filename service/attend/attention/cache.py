@@ -14,8 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from attend.attention.dataflow import OF_KEYS, cached_values, needed
 from attend.attention.numerics import torch_dtype
-from attend.attention.program import OF_KEYS, cached_values, needed, program_of
+from attend.attention.program import program_of
 from attend.errors import InvalidRequest
 from attend.spec import LayerSpec
 

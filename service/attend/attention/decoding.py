@@ -16,15 +16,13 @@ from torch import Tensor
 
 from attend.attention.cache import KeyValueCache, as_rows, as_values
 from attend.attention.call import FROM_HEADS, Call, Result
+from attend.attention.dataflow import needed, row_steps
 from attend.attention.executor import Values, run_steps
 from attend.attention.kernels.fusion import Inexact
 from attend.attention.layer import MultiHeadAttention
 from attend.attention.masks import Masks
 from attend.attention.operations import Operation
-from attend.attention.operators.step import Step
-from attend.attention.program import INPUTS, needed, program_of
-
-ROW_INPUTS = frozenset({"query", "key", "value", "query_coordinates", "key_coordinates", "positions"})
+from attend.attention.program import program_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,17 +107,6 @@ def _compute_rows(layer: MultiHeadAttention, steps: Sequence[tuple[CachedStep, C
     run_steps(layer.arithmetic, program, values)
     written = {name: value for step in program for name, value in step.writes.items()}
     return {name: values[name] for name in written}, {name for name, value in written.items() if "k" in value.axes.split(",")}
-
-
-def row_steps(program: Sequence[Step]) -> tuple[Step, ...]:
-    """The steps that depend on rows of queries, or of keys, alone, and so not on a cache."""
-    written = {name for step in program for name in step.writes}
-    known, steps = set(ROW_INPUTS), list[Step]()
-    for step in program:
-        if not step.expands and all(name in known or name not in written | {*INPUTS} for name in step.reads):
-            known |= {*step.writes}
-            steps.append(step)
-    return tuple(steps)
 
 
 def _is_finite(rows: Tensor) -> bool:

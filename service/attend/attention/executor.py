@@ -15,6 +15,7 @@ from torch import Tensor
 from attend.attention.masks import MaskBlock, Masks
 from attend.attention.operators.step import Step
 from attend.attention.program import INPUTS, Program
+from attend.attention.rows import block_of
 from attend.attention.torch_arithmetic import TorchArithmetic
 
 Values = dict[str, Any]  # by name: tensors, numbers, Masks, Dropout, or None
@@ -111,17 +112,13 @@ class Selection:
         return value
 
 
-def block_of(value: Any, axes: Sequence[str], rows: slice, keys: slice) -> Any:
-    """The rows and keys of a value; an axis of 1 stays."""
+def _value_of_block(value: Any, axes: Sequence[str], rows: slice, keys: slice) -> Any:
+    """A value of a call as the steps of a block read it."""
     if isinstance(value, Masks):
         return MaskBlock(value, rows, keys)
     if not isinstance(value, Tensor):
         return value.kept(rows) if hasattr(value, "kept") else value
-    for axis, name in enumerate(axes[: value.ndim]):
-        part = rows if name == "q" else keys if name == "k" else None
-        if part is not None and value.shape[axis] > 1 and (part.start, part.stop) != (0, value.shape[axis]):
-            value = value.narrow(axis, part.start, part.stop - part.start)
-    return value
+    return block_of(value, axes, rows, keys)
 
 
 def run_blocks(
@@ -131,7 +128,7 @@ def run_blocks(
     inputs = {name: values[name] for name in plan.inputs if name in values}
     for rows in blocks:
         keys = keys_of(rows)
-        block = {name: block_of(value, plan.axes.get(name, ()), rows, keys) for name, value in inputs.items()}
+        block = {name: _value_of_block(value, plan.axes.get(name, ()), rows, keys) for name, value in inputs.items()}
         run_steps(m, plan.block, block, plan.wanted)
         yield rows, block
 

@@ -56,7 +56,7 @@ def _constants(spec: LayerSpec) -> Weights:
     shapes = spec.weight_shapes().items()
     constants = {name: np.full(shape, float(name.endswith("norm.weight")), np.float32) for name, shape in shapes if name not in DRAWN}
     for operator in spec.operators:
-        constants |= operator.constants(spec)
+        constants |= operator.initial_weights(spec)
     return constants
 
 

@@ -11,15 +11,18 @@ import torch
 from torch import Tensor
 
 from attend.attention.call import FROM_HEADS, TOP_K, Call, Result, WeightBlock, reduce_weights
+from attend.attention.dataflow import constants, needed
 from attend.attention.dropout import Dropout
 from attend.attention.executor import Assembly, Plan, Selection, Values, axes_of, plan_of, run_blocks, run_steps
+from attend.attention.kernels.choice import fused_kernels
 from attend.attention.kernels.fusion import Inexact, Kernel, fuse
 from attend.attention.kernels.pages import PagesKernel
-from attend.attention.kernels.sdpa import DTYPES, CausalSdpaKernel, SdpaKernel
+from attend.attention.kernels.sdpa import SdpaKernel
 from attend.attention.kernels.short import ShortKernel
 from attend.attention.masks import Masks
 from attend.attention.numerics import torch_dtype
-from attend.attention.program import WEIGHTED_VALUES, Program, as_output, constants, needed, program_of
+from attend.attention.operators.step import as_output
+from attend.attention.program import WEIGHTED_VALUES, Program, program_of
 from attend.attention.rows import row_slices
 from attend.attention.torch_arithmetic import TorchArithmetic
 from attend.axes import GRADIENTS, PROGRAM_TENSORS
@@ -41,7 +44,7 @@ class MultiHeadAttention:
         self._axes = {name: axes for operator in spec.operators for name, axes in operator.axes.items()}
         self._empties = any(step.empties for step in spec.program)
         self.short = ShortKernel.make(spec, self.weights, device)  # of whole calls
-        self.kernels: tuple[Kernel, ...] = (CausalSdpaKernel(spec), SdpaKernel(spec)) if spec.dtype in DTYPES else ()
+        self.kernels = fused_kernels(spec)
         pages = PagesKernel.make(spec, device)
         self.cache_kernels: tuple[Kernel, ...] = (pages,) if pages else ()
         self._plans: dict[tuple[object, ...], Plan | None] = {}

@@ -13,7 +13,10 @@ from operator import and_
 import torch
 from torch import Tensor
 
+from attend.attention.rows import block_of
+
 MASK_TENSORS = ("positions", "attend_mask", "attend_keys", "query_segments", "key_segments", "lengths", "bias")  # fields of Masks
+PAIRS = ("b", "h", "q", "k")
 PADDING = -2  # the segment of keys that no query has
 
 
@@ -93,14 +96,14 @@ class Masks:
         keys = keys or slice(0, self.num_keys)
         parts: list[Tensor] = []
         if self.attend_mask is not None:
-            parts.append(block_of(self.attend_mask, rows, keys))
+            parts.append(block_of(self.attend_mask, PAIRS, rows, keys))
         if self.attend_keys is not None:
-            parts.append(self.attend_keys[:, None, None, keys] if self.attend_keys.shape[1] > 1 else self.attend_keys[:, None, None])
+            parts.append(block_of(self.attend_keys[:, None, None], PAIRS, rows, keys))
         if self.query_segments is not None and self.key_segments is not None:
             query_segments, key_segments = self.query_segments[:, None, :, None], self.key_segments[:, None, None]
-            parts.append(block_of(query_segments, rows, keys) == block_of(key_segments, rows, keys))
+            parts.append(block_of(query_segments, PAIRS, rows, keys) == block_of(key_segments, PAIRS, rows, keys))
         if self.bias is not None and self.bias_blocks:
-            parts.append(block_of(self.bias, rows, keys) != -torch.inf)
+            parts.append(block_of(self.bias, PAIRS, rows, keys) != -torch.inf)
         if self.has_intervals:
             first, last = (index[:, None, :, None] for index in self.interval(rows))
             j = torch.arange(keys.start, keys.stop, device=self.positions.device)
@@ -176,13 +179,6 @@ def select_indices(tensor: Tensor | None, axis: int, indices: Sequence[int] | No
     if tensor is None or indices is None or tensor.shape[axis] == 1:
         return tensor
     return tensor.index_select(axis, torch.tensor(indices, device=tensor.device))
-
-
-def block_of(tensor: Tensor, rows: slice, keys: slice) -> Tensor:
-    """The rows and keys of a tensor [b|1, h|1, q|1, k|1]; an axis of 1 stays."""
-    if tensor.shape[2] > 1:
-        tensor = tensor[:, :, rows]
-    return tensor[..., keys] if tensor.shape[3] > 1 else tensor
 
 
 def end_of_real_keys(masks: Masks, batch: int) -> Tensor:

@@ -3,9 +3,7 @@
     Attention(Q, K, V) = softmax(mask(cap(scale · Q Kᵀ) + bias)) V        (Vaswani et al. 2017, equation 1; masks and cap as in ONNX)
 
 `executor.py` runs a program with torch, `reference/` runs the same one whole in NumPy float64. The steps of operators are in their files
-(`operators/`); those that every layer has are here. What follows from a program: what calls may ask for (`outputs_of`), which steps the
-wanted values need (`needed`), what a cache keeps (`cached_values`), what is computed once for a layer (`constants`), and its formulas
-(`formulas`).
+(`operators/`); those that every layer has are here. What follows from what the steps read and write is in `dataflow.py`.
 """
 
 from __future__ import annotations
@@ -42,7 +40,6 @@ INPUTS: Mapping[str, str] = {
     **dict.fromkeys(("scale", "softcap", "kept_share"), ""),  # numbers
 }
 
-OF_KEYS = frozenset({"key", "value", "key_coordinates"})
 OPTIONAL = frozenset({"bias", "values"})  # features by which calls have more values
 HEAD_OUTPUTS = {"head_outputs": Value("b,h,q,value_head_dim")}
 WEIGHTS, SCORES, VISIBLE = {"attention_weights": Value(PAIRS)}, {"scores": Value(PAIRS)}, {"visible": Value(PAIRS, "bool")}
@@ -50,31 +47,31 @@ WEIGHTS, SCORES, VISIBLE = {"attention_weights": Value(PAIRS)}, {"scores": Value
 
 def program_of(spec: Dimensions, features: Collection[str] = ()) -> Program:
     """The steps of a layer for calls with these features (`Call.features`), in the order in which they run."""
-    return tuple(step for steps in parts_of(spec, features).values() for step in steps)
+    return tuple(step for steps in sections_of(spec, features).values() for step in steps)
 
 
-def parts_of(spec: Dimensions, features: Collection[str] = ()) -> Mapping[str, Program]:
-    """The program in parts, each of which ends with values of a name.
+def sections_of(spec: Dimensions, features: Collection[str] = ()) -> Mapping[str, Program]:
+    """The program in sections, by name.
 
     `part`: the call is one of several with some of the keys each, so the program ends with the weighted values, without sinks.
     """
-    return _parts_of(spec, frozenset(features))
+    return _sections_of(spec, frozenset(features))
 
 
 @lru_cache(1024)  # `attend check` computes thousands of calls of the same layers
-def _parts_of(spec: Dimensions, features: frozenset[str]) -> Mapping[str, Program]:
+def _sections_of(spec: Dimensions, features: frozenset[str]) -> Mapping[str, Program]:
     at = _operator_steps(spec, features)
     masked = visibility(spec, features)
     biases = [name for step in (*at["bias"], *at["visible_bias"]) for name in step.writes] + ["bias"] * ("bias" in features)
     fill = (FILL,) if "uniform" in features else ()
-    parts: dict[str, Program] = {
+    sections: dict[str, Program] = {
         "constants": at["constants"],
         "heads": (*(at["project"] or project_heads(spec)), *at["norm"]),
-        "placed heads": (*at["rotate"], *at["expand"], *at["rescale"]),
+        "positioned heads": (*at["rotate"], *at["expand"], *at["rescale"]),
         "biases": at["bias"],
         "visible": (*(masked or (ALL_VISIBLE,)), *at["select"], *((EMPTY_ROWS,) if any(step.empties for step in at["select"]) else ())),
         "bias": (*at["visible_bias"], *((_sum_of(biases),) if biases else ())),
-        "products": (*(at["scores"] or (SCALED_PRODUCTS,)), *at["terms"]),
+        "raw scores": (*(at["scores"] or (SCALED_PRODUCTS,)), *at["terms"]),
         "capped": at["cap"],
         "mixed": at["mix_scores"],
         "scores": (*((ADD_BIAS,) if biases else ()), *at["scale_scores"], *((MASK,) if masked or at["select"] else ())),
@@ -86,13 +83,13 @@ def _parts_of(spec: Dimensions, features: frozenset[str]) -> Mapping[str, Progra
             *((REPLACE_WEIGHTS,) if "pattern" in features else ()),
             *((DROPOUT,) if "dropout" in features else ()),
         ),
-        "averages": (WEIGHTED_VALUES,),
+        "weighted values": (WEIGHTED_VALUES,),
     }
     if spec.num_softmaxes > 1:
-        parts |= {name: tuple(_of_softmaxes(step, spec.num_softmaxes) for step in parts[name]) for name in OF_EACH_SOFTMAX}
+        sections |= {name: tuple(_of_softmaxes(step, spec.num_softmaxes) for step in sections[name]) for name in OF_EACH_SOFTMAX}
     if "part" in features:
-        return parts
-    return parts | {
+        return sections
+    return sections | {
         "head outputs": (
             *at["value_norm"],
             *((SCALE_HEADS,) if "head_scale" in features else ()),
@@ -103,7 +100,7 @@ def _parts_of(spec: Dimensions, features: frozenset[str]) -> Mapping[str, Progra
     }
 
 
-OF_EACH_SOFTMAX = ("products", "capped", "mixed", "scores", "softmax")
+OF_EACH_SOFTMAX = ("raw scores", "capped", "mixed", "scores", "softmax")
 
 
 def _of_softmaxes(step: Step, count: int) -> Step:
@@ -257,72 +254,6 @@ def outputs_of(spec: Dimensions, features: frozenset[str]) -> Mapping[str, Value
     """What calls with these features may ask for: every value that a step writes, but those of a length that numbers of the call decide."""
     written = {name: value for step in program_of(spec, features) for name, value in step.writes.items()}
     return {name: value for name, value in written.items() if "?" not in value.axes}
-
-
-def as_output(xp: Any, value: Any, axes: Sequence[str], lengths: Mapping[str, int]) -> Any:
-    """A value of a call with the axes that it has as an output (`Value.output_axes`), in full. `lengths`: those of b, h, q and k."""
-    array = xp.asarray(value, dtype=xp.float64) if isinstance(value, float) else value
-    if "b" not in axes:
-        array, axes = array.reshape(1, *(array.shape or (1,))), ("b", *axes)
-    elif axes[0] != "b":
-        array = xp.moveaxis(array, 0, 1)  # several softmaxes, whose heads follow each other
-        array, axes = array.reshape(len(array), -1, *array.shape[3:]), ("b", "heads", *axes[3:])
-    shape = tuple([lengths.get(name, n) for name, n in zip(axes, array.shape, strict=True)])
-    return array if array.shape == shape else xp.broadcast_to(array, shape)
-
-
-def needed(program: Sequence[Step], wanted: Collection[str], given: Collection[str] = ()) -> Program:
-    """The steps that compute the wanted values, which are names of values or of steps, from the `given` ones and the inputs."""
-    values, steps = {*wanted} - {*given}, list[Step]()
-    for step in reversed(program):
-        if step.name in wanted or not values.isdisjoint(step.writes):
-            steps.append(step)
-            values = values - {*step.writes} | {*step.reads} - {*given}
-    return tuple(reversed(steps))
-
-
-def is_pair(axes: str) -> bool:
-    """Whether a value has a number for each query and key, so that it is computed for a block of rows at a time."""
-    return "q" in axes.split(",") and "k" in axes.split(",")
-
-
-def sources(program: Sequence[Step]) -> list[str]:
-    """What each step depends on: `weights` alone, also on `keys` and values of the call, or also on the rest of the `call`."""
-    found: dict[str, str] = {name: "keys" if name in OF_KEYS else "call" for name in INPUTS}
-    of_steps = []
-    for step in program:
-        read = {found.get(name, "weights") for name in step.reads}
-        source = "call" if "call" in read or step.expands else "keys" if "keys" in read else "weights"
-        found.update(dict.fromkeys(step.writes, source))
-        of_steps.append(source)
-    return of_steps
-
-
-def constants(program: Sequence[Step]) -> Program:
-    """The steps that depend on weights alone: they are computed once for a layer."""
-    return tuple(step for step, source in zip(program, sources(program), strict=True) if source == "weights")
-
-
-def cached_values(program: Sequence[Step]) -> dict[str, Value]:
-    """What a cache keeps a row of for each key: the values that depend on keys alone, where a step reads them that does not.
-
-    A step that `expands` such a value is computed again from the cache.
-    """
-    of_keys, kept = dict[str, Value](), dict[str, Value]()
-    for step, source in zip(program, sources(program), strict=True):
-        if source == "keys":
-            of_keys.update(step.writes)
-        elif source == "call":
-            kept |= {name: of_keys[name] for name in step.reads if name in of_keys}
-            for name in step.writes:
-                of_keys.pop(name, None)
-    return kept
-
-
-def is_of_rows(program: Sequence[Step], name: str) -> bool:
-    """Whether a value is computed of rows of queries or of keys alone, without a number for each pair of them."""
-    steps = needed(program, {name})
-    return not any(is_pair(value.axes) for step in steps for value in step.writes.values())
 
 
 def formulas(program: Sequence[Step]) -> dict[str, str]:

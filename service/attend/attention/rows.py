@@ -1,8 +1,9 @@
 """Blocks of query rows, which bound the memory of scores."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
+from torch import Tensor
 
 MAX_BLOCK_SCORES = 1 << 20  # on a CPU: 4 MB in float32, which fits into caches
 SHARE = 64  # of the free memory of another device, in bytes for each score: a block has few tensors of its size
@@ -17,6 +18,15 @@ def row_slices(scores_per_row: int, rows: int, device: torch.device | None = Non
     step = max(1, min(most // max(1, scores_per_row), rows if most_rows is None else most_rows))
     for start in range(0, max(rows, 1), step):
         yield slice(start, min(start + step, rows))
+
+
+def block_of(tensor: Tensor, axes: Sequence[str], rows: slice, keys: slice) -> Tensor:
+    """The rows on the axis q, and the keys on the axis k, of a tensor with these axes; an axis of 1 stays."""
+    for axis, name in enumerate(axes[: tensor.ndim]):
+        part = rows if name == "q" else keys if name == "k" else None
+        if part is not None and tensor.shape[axis] > 1 and (part.start, part.stop) != (0, tensor.shape[axis]):
+            tensor = tensor.narrow(axis, part.start, part.stop - part.start)
+    return tensor
 
 
 def free_bytes(device: torch.device) -> int:

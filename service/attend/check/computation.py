@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from attend.attention.program import constants, needed, program_of
+from attend.attention.dataflow import constants, needed
+from attend.attention.program import program_of
 from attend.attention.reference.arithmetic import NumpyArithmetic
 from attend.attention.reference.call import ReferenceCall
 from attend.attention.reference.forward import Outputs, features_of, inputs_of, run_steps

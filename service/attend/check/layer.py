@@ -1,7 +1,7 @@
 """The reference with places to change it: `check/changes.py` replaces methods of this layer in subclasses, to make mistakes.
 
-It runs the steps of the layer's program, part by part. The methods stand for what people write wrongly: they have the arithmetic of the
-steps, unless a subclass replaces them. Keys that share their rotary part (`latent`) are joined before RoPE, as most implementations do.
+It runs the steps of the layer's program, section by section. The methods stand for what people write wrongly: they have the arithmetic of
+the steps, unless a subclass replaces them. Keys that share their rotary part (`latent`) are joined before RoPE, as most implementations do.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from attend.attention.dataflow import needed
 from attend.attention.operators.qk_norm import QKNorm, normalise
 from attend.attention.operators.sinks import sum_with_sinks
 from attend.attention.operators.step import Step
-from attend.attention.program import needed, parts_of
+from attend.attention.program import sections_of
 from attend.attention.reference.arithmetic import NumpyArithmetic
 from attend.attention.reference.call import ReferenceCall
 from attend.attention.reference.forward import Outputs, Values, features_of, inputs_of, named_outputs
@@ -29,31 +30,31 @@ class Layer(NumpyArithmetic):
         super().__init__(weights)
         self.spec = spec
         self.values: Values = {}  # of the call that is computed
-        self.parts: Mapping[str, Sequence[Step]] = {}
+        self.sections: Mapping[str, Sequence[Step]] = {}
 
     @np.errstate(invalid="ignore", over="ignore")  # blocked keys may be NaN or infinite; their scores are replaced by -inf
     def attend(self, call: ReferenceCall) -> Outputs:
         """Every output, with a batch axis."""
         spec = self.spec
         self.values = self.weights | inputs_of(spec, call)
-        self.parts = parts_of(spec, features_of(spec, call) | {"joined_keys", "values"})
+        self.sections = sections_of(spec, features_of(spec, call) | {"joined_keys", "values"})
         values = self.values
-        self.run(self.parts["constants"], values)
-        self.run([step for step in self.parts["heads"] if not any(name.endswith("_projection") for name in step.writes)], values)
+        self.run(self.sections["constants"], values)
+        self.run([step for step in self.sections["heads"] if not any(name.endswith("_projection") for name in step.writes)], values)
         heads = self.heads_at("projected", {name: self.project_heads(name, values[name]) for name in CAUSES})
         q, k = self.at_positions(heads["query"], heads["key"])
         heads = self.heads_at("attended", {"query": q, "key": k, "value": heads["value"]})
         q, k, v = heads.values()
         values |= {f"{name}_projection": x for name, x in heads.items()}
         biases = self.position_bias()
-        self.run([step for step in self.parts["placed heads"] if "block_means" in step.writes], values)
-        self.run(self.parts["visible"], values)
-        self.run([step for step in self.parts["bias"] if step.name != "sum_biases"], values)
+        self.run([step for step in self.sections["positioned heads"] if "block_means" in step.writes], values)
+        self.run(self.sections["visible"], values)
+        self.run([step for step in self.sections["bias"] if step.name != "sum_biases"], values)
         for name in ("forget_bias", "bias"):
             biases = biases if values.get(name) is None else biases + values[name]
         weights = self._weights(q, self.repeat_kv_heads(k, spec.num_heads), biases)
         values["head_outputs"] = self.apply_weights(weights, self.repeat_kv_heads(v, spec.num_heads))
-        self.run((*self.parts["head outputs"], *self.parts["output"]), values)
+        self.run((*self.sections["head outputs"], *self.sections["output"]), values)
         return named_outputs(spec, values)
 
     def _weights(self, q: Array, k: Array, biases: Array) -> Array:
@@ -62,9 +63,9 @@ class Layer(NumpyArithmetic):
         all_scores, totals, normalised, mixed = [], [], [], []
         for queries, keys in zip(self.split(q), self.split(k), strict=True):
             values |= {"scores": self.mixed_scores(queries, keys), "score_bias": biases}
-            self.run(self.parts["scores"], values)
+            self.run(self.sections["scores"], values)
             weights, total = self.weights_of(values["scores"], self.weights["sinks"][:, None] if self.spec.sinks else None)
-            if any(step.name == "sigmoid" for step in self.parts["softmax"]):
+            if any(step.name == "sigmoid" for step in self.sections["softmax"]):
                 weights = self.sigmoid(values["scores"])
             all_scores.append(values["scores"])
             normalised.append(weights)
@@ -73,8 +74,8 @@ class Layer(NumpyArithmetic):
         values["softmax()"] = np.stack(normalised)
         lists = {"scores": all_scores, "log_sum_exp": totals, "attention_weights": mixed}
         values |= {name: np.stack(x) if len(x) > 1 else x[0] for name, x in lists.items()}  # of several softmaxes, each has its own
-        later = [step for step in self.parts["softmax"] if step.name == "fill"]
-        self.run((*later, *(step for step in self.parts["weights"] if step.name != "mix_weights")), values)
+        later = [step for step in self.sections["softmax"] if step.name == "fill"]
+        self.run((*later, *(step for step in self.sections["weights"] if step.name != "mix_weights")), values)
         return np.asarray(values["attention_weights"])
 
     def run(self, steps: Sequence[Step], values: Values) -> None:
@@ -101,7 +102,7 @@ class Layer(NumpyArithmetic):
     def project_heads(self, name: str, x: Array) -> Array:
         """A query, key or value as heads, before RoPE: projected and normalised if the layer does that."""
         values = self.values | {name: x}
-        self.run(needed(self.parts["heads"], {f"{name}_projection"}), values)
+        self.run(needed(self.sections["heads"], {f"{name}_projection"}), values)
         return np.asarray(values[f"{name}_projection"])
 
     def heads_at(self, stage: str, heads: Mapping[str, Array]) -> Mapping[str, Array]:
@@ -118,12 +119,12 @@ class Layer(NumpyArithmetic):
     def at_positions(self, q: Array, k: Array) -> tuple[Array, Array]:
         """Queries and keys after RoPE, a norm that comes after it, and the scale of queries by position."""
         values = self.values | {"query_projection": q, "key_projection": k}
-        self.run([step for step in self.parts["placed heads"] if step.name != "distance_vectors"], values)
+        self.run([step for step in self.sections["positioned heads"] if step.name != "distance_vectors"], values)
         return values["query_projection"], values["key_projection"]
 
     def rotate(self, x: Array, name: str, positions: Array) -> Array:
         """Queries or keys at their positions."""
-        for step in self.parts["placed heads"]:
+        for step in self.sections["positioned heads"]:
             if step.name == f"rotate_{name}":
                 x = step.compute(self, x, positions, self.values["frequencies"])
         return x
@@ -136,22 +137,22 @@ class Layer(NumpyArithmetic):
 
     def position_bias(self) -> Array:
         """The sum of the biases of the layer, to be broadcast to [b, h, q, k]."""
-        self.run(self.parts["biases"], self.values)
-        written = [self.values[name] for step in self.parts["biases"] for name in step.writes]
+        self.run(self.sections["biases"], self.values)
+        written = [self.values[name] for step in self.sections["biases"] for name in step.writes]
         return np.asarray(sum(written, np.zeros((1, self.spec.num_heads, 1, 1))))
 
     def raw_scores(self, q: Array, k: Array) -> Array:
         """Q Kᵀ and the terms of the distance, before the scale."""
         scores = q @ k.swapaxes(-1, -2)
-        steps = [step for step in (*self.parts["placed heads"], *self.parts["products"]) if step.name in ("distance_vectors", "add_terms")]
+        vectors = [step for step in self.sections["positioned heads"] if step.name == "distance_vectors"]
         values = self.values | {"query_projection": q, "key_projection": k, "scores": scores, "scale": 1.0}
-        self.run(steps, values)
+        self.run((*vectors, *(step for step in self.sections["raw scores"] if step.name == "add_terms")), values)
         return np.asarray(values["scores"])
 
     def mixed_scores(self, q: Array, k: Array) -> Array:
         """Scores after the scale, before biases."""
         values = self.values | {"scores": self.values["scale"] * self.raw_scores(q, k)}
-        self.run((*self.parts["capped"], *self.parts["mixed"]), values)
+        self.run((*self.sections["capped"], *self.sections["mixed"]), values)
         return np.asarray(values["scores"])
 
     def weights_of(self, scores: Array, sinks: Array | None) -> tuple[Array, Array]:
@@ -164,7 +165,7 @@ class Layer(NumpyArithmetic):
     def mixed_weights(self, weights: Array, blocked: Array) -> Array:
         """Weights before fully masked rows are filled."""
         values = self.values | {"attention_weights": weights, "visible": ~blocked}
-        self.run([step for step in self.parts["weights"] if step.name == "mix_weights"], values)
+        self.run([step for step in self.sections["weights"] if step.name == "mix_weights"], values)
         return np.asarray(values["attention_weights"])
 
     def apply_weights(self, weights: Array, values: Array) -> Array:

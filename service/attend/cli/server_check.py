@@ -20,7 +20,8 @@ from attend.check.random_cases import Case, random_case
 from attend.check.rounding import RoundedLayer, half_tolerance
 from attend.client import BadReply, Client, operations
 from attend.errors import InvalidRequest, LayerNotFound, MalformedBody, ServiceFault
-from attend.spec import DType, LayerSpec, fingerprint
+from attend.fingerprint import fingerprint
+from attend.spec import DType, LayerSpec
 from attend.tensors import Array
 
 OUTPUTS = tuple(field.name for field in fields(Outputs) if field.name not in ("normalised", "fully_masked"))

@@ -11,10 +11,10 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import torch
 
 from attend.attention.call import FROM_HEADS, SCORED, Call, CallOptions, Result
+from attend.attention.dataflow import is_of_rows
 from attend.attention.decoding import CachedOperation
 from attend.attention.masks import MASK_TENSORS, Masks
 from attend.attention.operations import FORWARD, Operation, forward_pass
-from attend.attention.program import is_of_rows
 from attend.axes import INPUTS, TENSOR_FIELDS
 from attend.errors import InvalidRequest
 from attend.serving.admission import Admission

@@ -11,8 +11,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from attend.attention.call import CallOptions
+from attend.attention.dataflow import is_pair
 from attend.attention.operators import OPERATORS
-from attend.attention.program import is_pair
 from attend.axes import GRADIENTS
 from attend.serving.calls import call_options
 from attend.spec import LayerSpec

@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from attend.attention.call import Call
+from attend.attention.dataflow import needed
 from attend.attention.decoding import largest_row
 from attend.attention.operators.declarations import Variances, variance
-from attend.attention.program import needed, program_of
+from attend.attention.program import program_of
 from attend.axes import PROGRAM_TENSORS
 from attend.spec import LayerSpec
 

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attend.attention.call import Call, Result
+from attend.attention.dataflow import needed
 from attend.attention.kernels.fusion import Inexact, fuse
 from attend.attention.kernels.pages import PagesKernel
 from attend.attention.kernels.sdpa import CausalSdpaKernel, SdpaKernel
@@ -18,7 +19,7 @@ from attend.attention.operations import FORWARD, forward_pass
 from attend.attention.operators import OPERATORS
 from attend.attention.operators.operator import Operator
 from attend.attention.operators.step import Step, Value
-from attend.attention.program import needed, program_of
+from attend.attention.program import program_of
 from attend.serving.calls import make_call
 from attend.spec import LayerSpec
 from attend.wire.problems import validate

@@ -1,12 +1,10 @@
-"""Which kernel computes the calls of a layer, told from its spec alone: for `attend families`, and tests of what families get."""
+"""Which kernels a layer has, and which of them computes its calls, told from its spec alone."""
 
-from collections.abc import Collection
-
-from attend.attention.decoding import row_steps
+from attend.attention.dataflow import constants, needed, row_steps
 from attend.attention.kernels.fusion import Kernel, fuse
-from attend.attention.kernels.pages import PagesKernel, suits_cache
-from attend.attention.kernels.sdpa import DTYPES, CausalSdpaKernel, SdpaKernel
-from attend.attention.program import constants, needed, program_of
+from attend.attention.kernels.pages import PagesKernel
+from attend.attention.kernels.sdpa import CausalSdpaKernel, SdpaKernel
+from attend.attention.program import program_of
 from attend.spec import LayerSpec
 
 STEPS = "steps"  # no kernel: the program is run step by step
@@ -18,15 +16,19 @@ def kernels_of(spec: LayerSpec) -> dict[str, str]:
     return {kind: _kernel_of(spec, kind, feature) for kind, feature in CALLS.items()}
 
 
+def fused_kernels(spec: LayerSpec) -> tuple[Kernel, ...]:
+    """The kernels that a layer tries for calls without a cache, in this order."""
+    return CausalSdpaKernel(spec), SdpaKernel(spec)
+
+
 def _kernel_of(spec: LayerSpec, kind: str, feature: str) -> str:
     own = spec.features
     features = own - {"intervals"} | {feature} if feature and not (feature == "causal" and "intervals" in own) else own
-    kernels: Collection[Kernel] = (CausalSdpaKernel(spec), SdpaKernel(spec)) if spec.dtype in DTYPES else ()
     given = {name for step in constants(spec.program) for name in step.writes}
     program, wanted = program_of(spec, features), {"output"}
     if kind == "session":
         rows = {name for step in row_steps(needed(program, wanted, given)) for name in step.writes}
-        pages = PagesKernel(spec) if suits_cache(spec) and spec.dtype == "float32" else None
-        if pages is not None and fuse(needed(program, wanted, given | rows | {"key_projection", "value_projection"}), pages, wanted):
-            return pages.name
-    return next((kernel.name for kernel in kernels if fuse(needed(program, wanted, given), kernel, wanted)), STEPS)
+        read = needed(program, wanted, given | rows | {"key_projection", "value_projection"})
+        if PagesKernel.suits(spec) and fuse(read, PagesKernel(spec), wanted):
+            return PagesKernel.name
+    return next((kernel.name for kernel in fused_kernels(spec) if fuse(needed(program, wanted, given), kernel, wanted)), STEPS)

@@ -7,11 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from typing import Any
 
-import torch
-
 from attend.attention.operators.step import Step, Value
 from attend.attention.program import Program
-from attend.spec import LayerSpec
 
 
 class Kernel(ABC):
@@ -32,11 +29,6 @@ class Kernel(ABC):
 
 class Inexact(Exception):
     """A kernel cannot compute the numbers of a call exactly: they are computed step by step."""
-
-
-def suits(spec: LayerSpec, device: torch.device, dtypes: Collection[str], devices: Collection[str] = ()) -> bool:
-    """Whether a kernel for these datatypes and types of devices ((): all) may compute calls of a layer."""
-    return spec.dtype in dtypes and (not devices or device.type in devices)
 
 
 def fuse(program: Sequence[Step], kernel: Kernel, wanted: Collection[str]) -> Program | None:

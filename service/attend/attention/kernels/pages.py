@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attend.attention.cache import KeyValueCache, cached_tensors
-from attend.attention.kernels.fusion import Inexact, Kernel, suits
+from attend.attention.kernels.fusion import Inexact, Kernel
 from attend.attention.masks import MaskBlock
 from attend.attention.native.extension import extension
 from attend.spec import LayerSpec
@@ -38,8 +38,13 @@ class PagesKernel(Kernel):
     @classmethod
     def make(cls, spec: LayerSpec, device: torch.device) -> "PagesKernel | None":
         """The kernel of a layer; None if it does not compute such layers, or there is no extension."""
-        fits = extension is not None and suits(spec, device, {"float32"}, {"cpu"}) and suits_cache(spec)
-        return cls(spec) if fits else None
+        return cls(spec) if extension is not None and device.type == "cpu" and cls.suits(spec) else None
+
+    @staticmethod
+    def suits(spec: LayerSpec) -> bool:
+        """Whether caches have keys and values of a datatype and of widths that the extension computes."""
+        width = spec.head_dim
+        return spec.dtype == "float32" and "key" in cached_tensors(spec) and spec.value_head_dim == width and width <= MAX_HEAD_DIM
 
     def compute(
         self,
@@ -63,12 +68,6 @@ class PagesKernel(Kernel):
         if sinks is not None:
             head_outputs = (head_outputs * torch.sigmoid(totals - sinks)[:, None]).to(query_projection.dtype)
         return head_outputs.view(1, heads, 1, -1)
-
-
-def suits_cache(spec: LayerSpec) -> bool:
-    """Whether caches have keys and values, of widths that the extension computes."""
-    width = spec.head_dim
-    return "key" in cached_tensors(spec) and spec.value_head_dim == width and width <= MAX_HEAD_DIM
 
 
 def attend_to_pages(

@@ -12,8 +12,6 @@ from attend.attention.numerics import at_least_float32
 from attend.attention.torch_arithmetic import all_finite
 from attend.spec import LayerSpec
 
-DTYPES = frozenset({"float64", "float32", "bfloat16", "float16"})
-
 
 class SdpaKernel(Kernel):
     """torch's fused kernels for one layer. Immutable.

@@ -4,6 +4,7 @@ The extension is optional: without it, torch computes these calls like all other
 """
 
 from collections.abc import Mapping
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,9 @@ import torch
 from torch import Tensor
 
 from attend.attention.call import Call, Result, selected_weights
-from attend.attention.kernels.fusion import suits
+from attend.attention.dataflow import needed
 from attend.attention.native.extension import extension
-from attend.attention.program import needed
+from attend.attention.program import program_of
 from attend.spec import LayerSpec
 from attend.spec_parts import PROJECTIONS
 from attend.tensors import Array
@@ -27,10 +28,9 @@ MAX_PORTABLE = 1 << 18  # MAX_PRODUCT on a processor without vectors of eight fl
 class ShortKernel:
     """Short calls to one layer. Immutable."""
 
-    # all steps of a plain layer, and those that features of a call add
+    # all steps of a plain layer, and those that calls add; of "fill" it knows in which calls it changes nothing
     fuses = frozenset({"project_query", "project_key", "project_value", "scaled_products", "softmax", "weighted_values", "merge", "output"})
-    fuses |= {"visible_causal", "visible_intervals", "visible_sets", "mask", "sum_biases", "add_bias", "scale_heads"}
-    features = frozenset({"values", "uniform", "causal", "intervals", "sets", "bias", "head_scale"})  # of `Call.features`
+    fuses |= {"visible_causal", "visible_intervals", "visible_sets", "mask", "sum_biases", "add_bias", "scale_heads", "fill"}
     outputs = frozenset({"output", "attention_weights"})
 
     def __init__(self, spec: LayerSpec, weights: Mapping[str, Tensor], variant: str | None = None) -> None:
@@ -44,21 +44,27 @@ class ShortKernel:
             tuple(weights[f"{name}.weight"].contiguous().numpy() for name in PROJECTIONS),
             tuple(weights.get(f"{name}.bias", no_bias).numpy() for name in PROJECTIONS),
         )
+        self._has_features = lru_cache(64)(partial(self._fuses_all, spec))
         self._num_heads, self._width = spec.num_heads, spec.d_model
         self._max_product = MAX_PORTABLE if variant == "portable" else MAX_PRODUCT
 
     @classmethod
     def make(cls, spec: LayerSpec, weights: Mapping[str, Tensor], device: torch.device) -> "ShortKernel | None":
         """The kernel of a layer; None if it does not compute such layers, or there is no extension."""
-        is_plain = {step.name for step in needed(spec.program, cls.outputs)} <= cls.fuses
-        fits = extension is not None and suits(spec, device, {"float32"}, {"cpu"}) and is_plain and _has_one_width(spec)
-        return cls(spec, weights) if fits else None
+        fits = extension is not None and spec.dtype == "float32" and device.type == "cpu" and _has_one_width(spec)
+        return cls(spec, weights) if fits and cls._fuses_all(spec, frozenset(spec.features)) else None
+
+    @classmethod
+    def _fuses_all(cls, spec: LayerSpec, features: frozenset[str]) -> bool:
+        """Whether it computes every step of calls with these features."""
+        return {step.name for step in needed(program_of(spec, features), cls.outputs)} <= cls.fuses
 
     def computes(self, call: Call) -> bool:
         """Whether it computes calls with these features and outputs."""
         options = call.options
-        plain = call.features <= self.features and call.output_gradient is None and not options.reproducible
-        return plain and options.outputs <= self.outputs and call.cached is None
+        if not options.outputs <= self.outputs or options.reproducible or call.cached is not None:
+            return False
+        return self._has_features(call.features)
 
     def is_short(self, call: Call) -> bool:
         """Whether the call is short."""

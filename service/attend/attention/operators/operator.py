@@ -52,7 +52,6 @@ class Operator:
     normalises_heads: ClassVar[bool] = False  # whether queries and keys do not grow with their inputs
     amplifies_rounding: ClassVar[bool] = False  # whether it may amplify it without bound, so that calls run alone and not in batches
     undefined_options: ClassVar[Mapping[str, str]] = {}  # field of a request that is refused -> why
-    newer_fields: ClassVar[tuple[str, ...]] = ()  # those newer than its part, which fingerprints omit at their defaults
     axes: ClassVar[Axes] = {}  # canonical name of each weight that it may have -> its axes
     identifying_weight: ClassVar[str] = ""  # one that layers have with it alone; "": no tensor shows that they have it
     zeros_without_weights: ClassVar[bool] = False  # whether some frameworks compute it with weights of 0, and save no tensor of them
@@ -160,7 +159,7 @@ class Operator:
         return 1.0
 
     @classmethod
-    def constants(cls, spec: Dimensions) -> Mapping[str, Array]:
+    def initial_weights(cls, spec: Dimensions) -> Mapping[str, Array]:
         """Values of weights that `init` does not draw, other than 1 for weights of norms and 0 for the rest."""
         return {}
 

@@ -48,7 +48,6 @@ class QKNorm(Part):
 class QKNormOperator(Operator):
     name, field, normalises_heads = "qk_norm", "qk_norm", True
     left_out = LeftOut("the norm of queries and keys", "q_i · k_j", "norm(q_i) · norm(k_j)")
-    newer_fields = ("over", "weights", "bias", "after_rope", "values")
     axes: ClassVar[Axes] = dict.fromkeys(("query_norm.weight", "key_norm.weight", "query_norm.bias", "key_norm.bias"), ("n",))
     identifying_weight = "query_norm.weight"
 

@@ -82,7 +82,6 @@ class RopeOperator(Operator):
     name, field, positional = "rope", "rope", True
     left_out = LeftOut("RoPE", "q_i · k_j", "R(i) q_i · R(j) k_j, R(i): the rotation at position i")
     case_features, even_widths = ("axes", "positions"), ("head_dim",)
-    newer_fields = ("frequencies", "attention_factor", "max_length", "axes", "requires_positions")
 
     @classmethod
     def fill_in(cls, fields: Fields, width: int) -> None:

@@ -46,6 +46,18 @@ class Value(NamedTuple):
         return axes.index("q" if "q" in axes else "k") - len(axes)
 
 
+def as_output(xp: Any, value: Any, axes: Sequence[str], lengths: Mapping[str, int]) -> Any:
+    """A value of a call with the axes that it has as an output (`Value.output_axes`), in full. `lengths`: those of b, h, q and k."""
+    array = xp.asarray(value, dtype=xp.float64) if isinstance(value, float) else value
+    if "b" not in axes:
+        array, axes = array.reshape(1, *(array.shape or (1,))), ("b", *axes)
+    elif axes[0] != "b":
+        array = xp.moveaxis(array, 0, 1)  # several softmaxes, whose heads follow each other
+        array, axes = array.reshape(len(array), -1, *array.shape[3:]), ("b", "heads", *axes[3:])
+    shape = tuple([lengths.get(name, n) for name, n in zip(axes, array.shape, strict=True)])
+    return array if array.shape == shape else xp.broadcast_to(array, shape)
+
+
 class Step(NamedTuple):
     """One step of a layer's program."""
 

@@ -42,7 +42,7 @@ class TalkingHeadsOperator(Operator):
         return {name: (spec.num_heads,) * len(axes) for name, axes in cls.axes.items()}
 
     @classmethod
-    def constants(cls, spec: Dimensions) -> dict[str, Array]:
+    def initial_weights(cls, spec: Dimensions) -> dict[str, Array]:
         return {name: np.eye(spec.num_heads, dtype=np.float32) for name in ("score_mixing.weight", "weight_mixing.weight")}
 
     @classmethod

@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from attend.attention.operators.step import Step
-from attend.attention.program import as_output, needed, outputs_of, program_of
+from attend.attention.dataflow import needed
+from attend.attention.operators.step import Step, as_output
+from attend.attention.program import outputs_of, program_of
 from attend.attention.reference.arithmetic import NumpyArithmetic
 from attend.attention.reference.call import ReferenceCall
 from attend.axes import FEATURES, PROGRAM_TENSORS

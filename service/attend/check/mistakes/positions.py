@@ -7,7 +7,7 @@ import numpy as np
 
 from attend.attention.operators.alibi import slopes
 from attend.attention.operators.rope import Rope
-from attend.attention.program import parts_of
+from attend.attention.program import sections_of
 from attend.check.changes import (
     Change,
     at_step,
@@ -42,7 +42,7 @@ def _powers(heads: int, first: int) -> Array:
 
 def scale_biases(c: Computation) -> Computation:
     """Multiplies the biases of positions by the scale of the scores. Impossible if that is 1, or there are none."""
-    names = [step.name for step in parts_of(c.spec)["biases"] if c.spec.scale != 1]
+    names = [step.name for step in sections_of(c.spec)["biases"] if c.spec.scale != 1]
     return at_steps(names, lambda compute, *operands: c.spec.scale * compute(*operands))(c) if names else impossible()
 
 

@@ -13,11 +13,12 @@ from attend.attention.program import formulas
 from attend.checkpoints.detection import natural
 from attend.checkpoints.reader import biases_of
 from attend.errors import InvalidRequest, LayerConflict, LayerNotFound, LayerUnloaded, Problem, TooLarge, did_you_mean, pointer
+from attend.fingerprint import fingerprint
 from attend.limits import ServingLimits
 from attend.serving.casting import at_cache_line, cast, numpy_of
 from attend.serving.prepared_cache import PreparedCache
 from attend.serving.rounding import score_deviation
-from attend.spec import LayerSpec, fingerprint
+from attend.spec import LayerSpec
 from attend.spec_parts import PROJECTIONS
 from attend.tensors import Array
 from attend.wire.problems import describe_value, one_of

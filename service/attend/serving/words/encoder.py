@@ -6,6 +6,7 @@ The layers of a model are loaded on first use. A layer with such a name but othe
 from functools import partial
 
 from attend.errors import InvalidRequest
+from attend.fingerprint import fingerprint
 from attend.serving.codec_pool import LARGE_BYTES
 from attend.serving.layer_requests import read_body
 from attend.serving.layers.files import ParsedLayer
@@ -15,7 +16,6 @@ from attend.serving.service import Service
 from attend.serving.words.hashed import hash_words
 from attend.serving.words.models import MODELS
 from attend.serving.words.sentence import HeadEffects, InvalidText, ModelNotInstalled, Sentence, TextModel
-from attend.spec import fingerprint
 from attend.wire.problems import describe_value
 from attend.wire.schemas.schema import LayerReference
 from attend.wire.schemas.tensors import Base64Tensor
