@@ -1,8 +1,9 @@
 """What follows from the fields of a spec: widths, weights, operators, the program, outputs. Tier 1."""
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import cached_property
+from operator import mul, sub
 from typing import Any, Self
 
 from attend.attention.operators import OPERATORS, OperatorFields, num_softmaxes
@@ -12,6 +13,12 @@ from attend.attention.operators.step import Value
 from attend.attention.program import OPTIONAL, Program, outputs_of, program_of
 from attend.axes import GRADIENTS
 from attend.spec_parts import PROJECTIONS
+
+COMBINED: Mapping[str, Callable[[int, int], int]] = {  # lengths of axes such as `h * head_dim`
+    " * ": mul,
+    " - ": sub,
+    " / ": lambda n, divisor: n if n < 0 else -(-n // divisor),  # n < 0: unknown
+}
 
 
 class SpecProperties(OperatorFields):
@@ -137,13 +144,7 @@ class SpecProperties(OperatorFields):
     def output_shape(self, name: str, b: int, q: int, k: int) -> tuple[int, ...]:
         """The shape of an output for b items of q queries and k keys, -1 for unknown numbers, without a selection."""
         lengths = {"b": b, "q": q, "k": k}
-
-        def length(axis: str) -> int:
-            whole, _, divisor = axis.partition(" / ")
-            n = lengths[whole] if whole in lengths else self.length_of(whole)
-            return n if n < 0 or not divisor else -(-n // self.length_of(divisor))
-
-        return tuple(map(length, self.every_output[name].output_axes))
+        return tuple(self.length_of(axis, lengths) for axis in self.every_output[name].output_axes)
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """Canonical name -> shape of every weight. A projection is applied as `x @ W.T + b`, so W is [out, in]."""
@@ -159,15 +160,18 @@ class SpecProperties(OperatorFields):
             shapes |= operator.weights(self)
         return shapes
 
-    def length_of(self, axis: str) -> int:
-        """The length of an axis of a value that does not depend on the call, such as `h`, `head_dim` or a width of an operator."""
-        fixed = {"h": self.num_heads, "kv heads": self.num_kv_heads}
-        if axis.isdigit():
-            return int(axis)
-        if " * " in axis:
-            return math.prod(map(self.length_of, axis.split(" * ")))
+    def length_of(self, axis: str, lengths: Mapping[str, int] = {}) -> int:
+        """The length of an axis of a value (`Value`), such as `h`, `head_dim` or a width of an operator; those of a call are `lengths`."""
+        known = {"h": self.num_heads, "kv heads": self.num_kv_heads, **lengths}
+        if axis in known or axis.isdigit():
+            return known[axis] if axis in known else int(axis)
+        if axis.startswith("?"):
+            return min(self.length_of(axis[1:], lengths), lengths["q + k"])
+        for sign, combined in COMBINED.items():
+            if sign in axis:
+                return combined(*(self.length_of(one, lengths) for one in axis.split(sign)))
         parts = (self, *(getattr(self, operator.field) for operator in self.operators))
-        return fixed[axis] if axis in fixed else next(int(getattr(part, axis)) for part in parts if hasattr(part, axis))
+        return next(int(getattr(part, axis)) for part in parts if hasattr(part, axis))
 
     @property
     def num_parameters(self) -> int:

@@ -5,7 +5,7 @@ In the order in which to read it:
     call.py, masks.py        the input of a layer and its result; which keys each query may attend to
     program.py               a layer as an ordered tuple of steps
     dataflow.py              what follows from the values that steps read and write: which steps compute a value, what a cache keeps
-    operators/               a file for each operator (RoPE, ALiBi, sinks, …): spec, weights, steps, cost, random cases; step.py says what a
+    operators/               a file for each operator (RoPE, ALiBi, sinks, …): spec, weights, steps, random cases; step.py says what a
                              step is and what it is written in, projection.py projects into heads
     layer.py                 plans which steps a call needs, with or without a kernel, and runs them
     executor.py              runs steps by blocks of query rows, which rows.py bounds and cuts
@@ -13,6 +13,7 @@ In the order in which to read it:
                              numerics.py (datatypes); dropout.py
     kernels/                 fuse several steps; each kernel declares which, choice.py tells which one a layer gets
     native/                  the C of two kernels: short calls, and the pages of a cache
+    cost.py                  the operations and the memory of a call, summed over its steps
     operations.py            what is computed for a call: the forward pass, or another; which calls may be computed together
     stacking.py              several calls as one
     cache.py, decoding.py    cached values of keys, and attention to them

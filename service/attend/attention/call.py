@@ -48,6 +48,18 @@ class CallOptions:
     is_part: bool = False  # whether it is one of several calls with some of the keys each
 
     @property
+    def features(self) -> frozenset[str]:
+        """What the options add to the program of a call (`Call.features`)."""
+        present = {
+            "softcap": self.softcap,
+            "dropout": self.dropout is not None,
+            "uniform": self.fully_masked == "uniform",
+            "part": self.is_part,
+            "values": not self.keys_as_values,
+        }
+        return frozenset([name for name, value in present.items() if value])
+
+    @property
     def selects(self) -> bool:
         """Whether only some heads or queries of the attention weights are requested."""
         return self.heads is not None or self.queries is not None
@@ -91,20 +103,15 @@ class Call:
     @property
     def features(self) -> frozenset[str]:
         """What `program_of` needs to know of the call: what it asks for beside softmax(scale · Q Kᵀ) V."""
-        options, masks = self.options, self.masks
+        masks = self.masks
         present = {
             "causal": masks.only_causal,
             "sets": masks.has_sets,
             "intervals": masks.has_intervals and not masks.has_sets and not masks.only_causal,
             "bias": masks.bias is not None,
-            "softcap": options.softcap,
-            "dropout": options.dropout is not None,
-            "uniform": options.fully_masked == "uniform",
-            "part": options.is_part,
-            "values": not options.keys_as_values,
         }
-        given = [name for name, value in present.items() if value]
-        return frozenset(given + [name for name, tensor in FEATURES.items() if getattr(self, tensor) is not None])
+        tensors = [name for name, tensor in FEATURES.items() if getattr(self, tensor) is not None]
+        return self.options.features.union([name for name, value in present.items() if value], tensors)
 
     def without_padding(self) -> "Call":
         """The call without the last keys, if equal lengths mask them for all queries and nothing else depends on them; else the same."""

@@ -182,6 +182,7 @@ SCALED_PRODUCTS = Step(
     SCORES,
     "S = scale · Q Kᵀ",
     lambda m, query, key, scale: m.scores(query, key, scale),
+    products=("b,h,q,k,head_dim",),
 )
 ADD_BIAS = Step("add_bias", ("scores", "score_bias"), SCORES, "S = S + B", lambda m, scores, bias: scores + bias)
 MASK = Step(
@@ -227,6 +228,7 @@ WEIGHTED_VALUES = Step(
     HEAD_OUTPUTS,
     "O = A V",
     lambda m, weights, value: m.weighted_values(weights, value),
+    products=("b,h,q,value_head_dim,k",),
 )
 SCALE_HEADS = Step(
     "scale_heads", ("head_outputs", "head_scale"), HEAD_OUTPUTS, "O_h = head_scale_h · O_h", lambda m, heads, scale: heads * scale
@@ -245,8 +247,8 @@ def _output(spec: Dimensions) -> Step:
     writes = {"output": Value("b,q,output_dim")}
     if not spec.projections:
         return Step("output", ("concatenated",), writes, "Y = C", lambda m, concatenated: concatenated)
-    formula = f"Y = {product_formula(spec, 'output', 'C')}"
-    return Step("output", ("concatenated",), writes, formula, lambda m, concatenated: m.project(concatenated, "output"))
+    formula, products = f"Y = {product_formula(spec, 'output', 'C')}", ("b,q,output_dim,h * value_head_dim",)
+    return Step("output", ("concatenated",), writes, formula, lambda m, concatenated: m.project(concatenated, "output"), products=products)
 
 
 @lru_cache(1024)

@@ -11,16 +11,15 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from attend.attention.call import CallOptions
+from attend.attention.cost import cost_of_steps
 from attend.attention.dataflow import is_pair
-from attend.attention.operators import OPERATORS
 from attend.axes import GRADIENTS
 from attend.serving.calls import call_options
 from attend.spec import LayerSpec
 from attend.tensors import BY_TORCH, DATATYPES
 from attend.wire.schemas.attend import AttendRequest
 
-QUERY_MATRICES = ("query", "output", *(name for operator in OPERATORS for name in operator.query_matrices))  # applied to each query
-KEY_MATRICES = ("key", "value", *(name for operator in OPERATORS for name in operator.key_matrices))
+DRAW_OPERATIONS, SORT_OPERATIONS = 100, 20  # of a score, where weights are dropped, and where the largest are selected
 EIGENVALUE_OPERATIONS = 150  # of a product that take as long as the eigenvalues of a matrix [1, 1], times width^3
 OPERATIONS_PER_SEQUENCE = 1 << 16  # that take as long as the overhead of a sequence among several in one query
 SUMMED_FIELDS = (
@@ -94,22 +93,17 @@ def _sum_of_sequences(costs: Sequence[Cost], spec: LayerSpec) -> Cost:
 def predict_call(options: CallOptions, reply: ReplyContents, spec: LayerSpec, cached: int = 0) -> Cost:
     """The cost of a call with these options, of whose keys the first `cached` are projected already."""
     b, q, k, h = options.items, options.num_queries, options.num_keys, spec.num_heads
-    size, pairs, softmaxes = BY_TORCH[spec.dtype].size, h * q * k, spec.num_softmaxes
+    size, pairs = BY_TORCH[spec.dtype].size, h * q * k
     outputs = {name: shape if reply.batched else shape[1:] for name, shape in _shapes(options, reply, spec).items()}
-    added = [operator.cost(spec, options, cached) for operator in spec.operators]
-    products = _projections(options, spec, cached) + pairs * (spec.head_dim + spec.value_head_dim)
-    products += sum(cost.multiplications for cost in added)
-    # softmax, dropout (two draws of a Mersenne Twister) and sorting take time per score, beyond the matrix products
-    per_score = 10 * softmaxes + 110 * (options.dropout is not None) + 20 * bool(options.top_k)
+    per_item, stored = cost_of_steps(spec, options, cached)
+    # the random numbers of dropout (two draws of a Mersenne Twister) and sorting take time per score
+    per_score = DRAW_OPERATIONS * (options.dropout is not None) + SORT_OPERATIONS * bool(options.top_k)
     passes = 1 if options.outputs.isdisjoint(GRADIENTS) else 3
-    operations = b * (2 * products + pairs * per_score) * passes + b * sum(cost.operations for cost in added)
+    operations = b * (per_item + pairs * per_score) * passes
     scores = _output_scores(options, spec)
-    wide = softmaxes * min(b * pairs, 1 << 21) + b * sum(cost.wide_elements for cost in added)
-    rows = _row_elements(spec, q, k, cached) + sum(cost.elements for cost in added)
     wider = [math.prod(shape) for name, shape in outputs.items() if (output := spec.every_output.get(name)) and output.dtype == "float64"]
-    elements = b * rows + sum(math.prod(shape) for shape in outputs.values()) + 8 // size * sum(wider)
-    memory = elements * size + max(4, size) * (2 * scores + wide)
-    memory += b * sum(cost.memory_bytes for cost in added)
+    elements = sum(math.prod(shape) for shape in outputs.values()) + 8 // size * sum(wider)
+    memory = stored + elements * size + max(4, size) * 2 * scores
     datatypes = {name: wire_datatype(name, reply.datatype, spec) for name in outputs}
     reply_bytes, tensor_bytes = reply_sizes(reply.form, reply.decimals, outputs, datatypes)
     return Cost(outputs, operations, scores, memory, reply_bytes, b, pairs, tensor_bytes)
@@ -129,14 +123,6 @@ def predict_circuits(spec: LayerSpec, h: int) -> Cost:
 _predict_recurring = lru_cache(1024)(predict_call)  # shapes recur, and without a cache this would be a tenth of a small request's time
 
 
-def _projections(options: CallOptions, spec: LayerSpec, cached: int) -> int:
-    """Multiplications of one batch item with the matrices of the layer."""
-    q, k = options.num_queries, options.num_keys
-    shapes = spec.weight_shapes()
-    per_query, per_key = (sum(math.prod(shapes.get(f"{name}.weight", (0,))) for name in names) for names in (QUERY_MATRICES, KEY_MATRICES))
-    return q * per_query + (k - cached) * per_key
-
-
 def _output_scores(options: CallOptions, spec: LayerSpec) -> int:
     """The numbers for pairs of a query and a key that weights, other outputs and gradients hold."""
     b, q, k, h = options.items, options.num_queries, options.num_keys, spec.num_heads
@@ -149,14 +135,6 @@ def _output_scores(options: CallOptions, spec: LayerSpec) -> int:
 def _selected(options: CallOptions, h: int) -> tuple[int, int]:
     """The numbers of heads and queries whose weights are requested."""
     return h if options.heads is None else len(options.heads), options.num_queries if options.queries is None else len(options.queries)
-
-
-def _row_elements(spec: LayerSpec, q: int, k: int, cached: int) -> int:
-    """Elements of the inputs of one batch item, of their projections and of the heads' outputs. Cached keys have no inputs."""
-    query_width, joined_width = spec.num_heads * spec.head_dim, spec.concatenated_dim
-    per_query = spec.query_dim + query_width + 2 * joined_width
-    per_key = spec.num_kv_heads * (spec.head_dim + spec.value_head_dim)
-    return q * per_query + k * per_key + (k - cached) * (spec.key_dim + spec.value_dim)
 
 
 def _shapes(options: CallOptions, reply: ReplyContents, spec: LayerSpec) -> dict[str, tuple[int, ...]]:

@@ -8,7 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from attend import spec
+from attend import spec_properties
 from attend.attention.initialization import in_dtype
 from attend.attention.operators import OPERATORS
 from attend.attention.operators.operator import Operator
@@ -76,7 +76,7 @@ def test_two_operators_at_a_place_of_one_are_refused(monkeypatch: pytest.MonkeyP
         def steps(cls, spec: Any, features: Any = ()) -> Any:
             return {place: ()}
 
-    monkeypatch.setattr(spec, "OPERATORS", (*OPERATORS, Second))
+    monkeypatch.setattr(spec_properties, "OPERATORS", (*OPERATORS, Second))
     with pytest.raises(ValidationError, match=f"none, since {owner.field} is computed in its place"):
         LayerSpec.model_validate({**fields, owner.field: values[owner]})
 

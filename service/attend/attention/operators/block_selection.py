@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
-from attend.attention.operators.declarations import Cost, LeftOut
+from attend.attention.operators.declarations import LeftOut
 from attend.attention.operators.operator import Operator
 from attend.attention.operators.step import Step, Steps, Value
 from attend.spec_parts import Part, Width
@@ -21,7 +21,6 @@ from attend.spec_parts import Part, Width
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from attend.attention.call import CallOptions
     from attend.attention.operators.operator import Draw, Fields
     from attend.attention.operators.step import Arithmetic
     from attend.spec_parts import Dimensions
@@ -56,11 +55,12 @@ class BlockSelectionOperator(Operator):
         blocks: BlockSelection = getattr(spec, cls.field)
         means = Step(
             "block_means",
-            ("key_projection", "keys"),
+            ("key_projection",),
             {"block_means": Value("b,kv heads,k / block_size,head_dim", "float64")},
             f"M_c = mean of K_j over the block ⌊j / {blocks.block_size}⌋ = c",
             partial(_means, size=blocks.block_size),
             all_keys=True,
+            scratch=("b,kv heads,k,head_dim",),
             expands=True,
         )
         earlier = f", or among the {blocks.top_k - 1} earlier ones with the largest Q_i · M_c" if blocks.top_k > 1 else ""
@@ -71,17 +71,11 @@ class BlockSelectionOperator(Operator):
             f"j is visible to i if its block is that of i{earlier}",
             partial(_select, blocks=blocks),
             all_keys=True,
+            products=("b,h,q,k / block_size,head_dim",),
+            scratch=("b,h,q,k / block_size",) * 2,
             empties=True,
         )
         return {"rescale": (means,), "select": (select,)}
-
-    @classmethod
-    def cost(cls, spec: Dimensions, options: CallOptions, cached: int) -> Cost:
-        """In float64, which takes twice as long: the means, and a product of each query with each of them."""
-        blocks = -(-options.num_keys // getattr(spec, cls.field).block_size)
-        queries, keys = options.num_queries * spec.num_heads, options.num_keys * spec.num_kv_heads
-        operations = 4 * blocks * spec.head_dim * (queries + keys)
-        return Cost(operations=operations, memory_bytes=8 * (queries * blocks + keys * spec.head_dim + blocks * options.num_keys))
 
     @classmethod
     def random(cls, draw: Draw, fields: Fields) -> Any:
@@ -89,11 +83,13 @@ class BlockSelectionOperator(Operator):
         return {"block_size": draw.integer(1, 4), "top_k": draw.integer(1, 3)}
 
 
-def _means(m: Arithmetic, key: Any, keys: Any, *, size: int) -> Any:
+def _means(m: Arithmetic, key: Any, *, size: int) -> Any:
     """[b, kv heads, k, d] -> [b, kv heads, blocks, d]. A masked key may have numbers that are infinite or NaN, and then counts as 0."""
     key = m.exact(key)
-    in_block = m.exact(keys // size == m.counting(-(-len(keys) // size), keys)[:, None])  # [blocks, k]
-    return in_block / in_block.sum(axis=1, keepdims=True) @ m.where(m.xp.isfinite(key).all(axis=-1)[..., None], key, 0)
+    key, whole = m.where(m.xp.isfinite(key).all(axis=-1)[..., None], key, 0), key.shape[2] // size
+    means = key[:, :, : whole * size].reshape(*key.shape[:2], whole, size, key.shape[3]).mean(axis=3)
+    rest = key[:, :, whole * size :]
+    return m.xp.concatenate((means, rest.mean(axis=2, keepdims=True)), axis=2) if rest.shape[2] else means
 
 
 def _select(m: Arithmetic, query: Any, means: Any, positions: Any, keys: Any, visible: Any, *, blocks: BlockSelection) -> Any:

@@ -1,4 +1,4 @@
-"""What an operator declares of itself to specs, serving and caches: costs, outputs, positions, variances. Values without tensors."""
+"""What an operator declares of itself to specs, serving and caches: outputs, positions, variances. Values without tensors."""
 
 from __future__ import annotations
 
@@ -10,16 +10,6 @@ if TYPE_CHECKING:
 
 Shapes = dict[str, tuple[int, ...]]
 Axes = Mapping[str, tuple[str, ...]]  # canonical name of a weight -> what its axes are
-
-
-class Cost(NamedTuple):
-    """What an operator adds to the cost of one batch item."""
-
-    multiplications: int = 0
-    operations: int = 0
-    elements: int = 0  # numbers in the layer's dtype
-    wide_elements: int = 0  # numbers in float32 or better
-    memory_bytes: int = 0
 
 
 class LeftOut(NamedTuple):

@@ -88,7 +88,14 @@ class DifferentialOperator(Operator):
             lambda m, q1, k1, q2, k2: _dot(m, q1, k1) - _dot(m, q2, k2) + config.lambda_init,
         )
         reads, pairs = ("query_projection", "key_projection", "scale"), {"scores": Value("b,h,q,k")}
-        scores = Step("two_scores", reads, pairs, "S1, S2 = scale · Q1 K1ᵀ, scale · Q2 K2ᵀ, of both halves of each head", _two_scores)
+        scores = Step(
+            "two_scores",
+            reads,
+            pairs,
+            "S1, S2 = scale · Q1 K1ᵀ, scale · Q2 K2ᵀ, of both halves of each head",
+            _two_scores,
+            products=("b,h,q,k,head_dim",),
+        )
         difference = Step(
             "difference",
             ("attention_weights", "lambda"),

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from attend.attention.operators.declarations import Cost, LeftOut
+from attend.attention.operators.declarations import LeftOut
 from attend.attention.operators.operator import Operator
 from attend.attention.operators.step import Step, Steps, Value
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from attend.attention.call import CallOptions
     from attend.attention.operators.declarations import Axes, Shapes
     from attend.attention.operators.step import Arithmetic
     from attend.spec_parts import Dimensions
@@ -26,7 +25,7 @@ class ForgetGateOperator(Operator):
     name, field, positional, needs_projections = "forget_gate", "forget_gate", True, True
     left_out = LeftOut("the forget gate", "softmax(S)", "softmax(S + F), F_ij = Σ log f_l for j < l ≤ i")
     per_head = True
-    matrices = key_matrices = ("forget_gate",)
+    matrices = ("forget_gate",)
     axes: ClassVar[Axes] = {"forget_gate.weight": ("heads", "in"), "forget_gate.bias": ("heads",)}
     identifying_weight = "forget_gate.weight"
 
@@ -35,22 +34,24 @@ class ForgetGateOperator(Operator):
         return {"forget_gate.weight": (spec.num_heads, spec.key_dim), "forget_gate.bias": (spec.num_heads,)}
 
     @classmethod
-    def cost(cls, spec: Dimensions, options: CallOptions, cached: int) -> Cost:
-        """Sums of float64 numbers for each score; the projection is counted with the others."""
-        keys = options.num_keys
-        pairs = spec.num_heads * options.num_queries * keys
-        elements = keys * (spec.key_dim + 3 * spec.num_heads) + 4 * min(pairs, max(1 << 20, spec.num_heads * keys))
-        return Cost(operations=12 * pairs, memory_bytes=8 * elements)
-
-    @classmethod
     def steps(cls, spec: Dimensions, features: Collection[str] = ()) -> Steps:
         """The logarithms of the gates, which a cache keeps, and the bias that is made of them."""
         gates = {"forget_gate": Value("b,h,k,1", "float64")}
         bias, formula = {"forget_bias": Value("b,h,q,k")}, "forget_bias_ij = Σ_l log f_lh over the visible keys l with j < l ≤ i"
         reads = ("forget_gate", "positions", "keys", "visible")
         return {
-            "norm": (Step("forget_gate", ("key",), gates, "log f = log sigmoid(z W_F + b_F)", _log_gates),),
-            "visible_bias": (Step("forget", reads, bias, formula, _forget, all_keys=True),),
+            "norm": (
+                Step(
+                    "forget_gate",
+                    ("key",),
+                    gates,
+                    "log f = log sigmoid(z W_F + b_F)",
+                    _log_gates,
+                    products=("b,k,h,key_dim",),
+                    scratch=("b,k,key_dim", "b,h,k", "b,h,k"),
+                ),
+            ),
+            "visible_bias": (Step("forget", reads, bias, formula, _forget, all_keys=True, scratch=("b,h,q,k",) * 3),),
         }
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from attend.attention.operators.declarations import Cost, Extent, LeftOut
+from attend.attention.operators.declarations import Extent, LeftOut
 from attend.attention.operators.operator import Operator
 from attend.attention.operators.step import Step, Steps, Value
 from attend.spec_parts import Flag, Part, Side, field_error
@@ -15,7 +15,6 @@ from attend.spec_parts import Flag, Part, Side, field_error
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
-    from attend.attention.call import CallOptions
     from attend.attention.operators.declarations import Axes, Shapes
     from attend.attention.operators.operator import Draw, Fields
     from attend.attention.operators.step import Arithmetic
@@ -45,6 +44,11 @@ class GridBias(Part):
         if self.class_token and self.kind == "decomposed":
             raise field_error("/class_token", "false, since decomposed positions have no class token", "true")
         return self
+
+    @property
+    def num_vectors(self) -> int:
+        """The vectors of rows and columns."""
+        return 2 * (self.height + self.width - 1)
 
     @property
     def num_tokens(self) -> int:
@@ -82,13 +86,6 @@ class GridBiasOperator(Operator):
         return {"grid_rows": (rows, spec.head_dim), "grid_columns": (columns, spec.head_dim)}
 
     @classmethod
-    def cost(cls, spec: Dimensions, options: CallOptions, cached: int) -> Cost:
-        """Decomposed: each query times the vectors of all rows and columns."""
-        grid: GridBias = getattr(spec, cls.field)
-        vectors = 2 * (grid.height + grid.width - 1) if grid.kind == "decomposed" else 0
-        return Cost(multiplications=options.num_queries * spec.num_heads * spec.head_dim * vectors)
-
-    @classmethod
     def random(cls, draw: Draw, fields: Fields) -> Any:
         """More tokens than any call has."""
         height, width = draw.one_of((2, 11), (3, 5), (5, 3), (7, 2))
@@ -101,14 +98,17 @@ class GridBiasOperator(Operator):
         grid: GridBias = getattr(spec, cls.field)
         compute: Callable[..., Any]
         reads: tuple[str, ...]
+        products: tuple[str, ...] = ()
         if grid.kind == "decomposed":
             reads = ("query_projection", "positions", "keys", "grid_rows", "grid_columns")
+            products = ("b,h,q,num_vectors,head_dim",)
             formula, compute = "grid_scores_ij = q_i · (grid_rows[row_i - row_j] + grid_columns[column_i - column_j])", _decomposed
         else:
             reads, compute = ("positions", "keys", "grid_bias"), _from_table
             token = ", whose last three rows are for a class token" if grid.class_token else ""
             formula = f"grid_scores_ij = grid_bias[place_i - place_j, h]{token}"
-        return {"bias": (Step("grid_bias", reads, {"grid_scores": Value("b,h,q,k")}, formula, partial(compute, grid=grid)),)}
+        writes = {"grid_scores": Value("b,h,q,k")}
+        return {"bias": (Step("grid_bias", reads, writes, formula, partial(compute, grid=grid), products=products),)}
 
 
 def _from_table(m: Arithmetic, positions: Any, keys: Any, table: Any, *, grid: GridBias) -> Any:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
-from attend.attention.operators.declarations import Cost
 from attend.attention.operators.operator import Operator
 from attend.attention.operators.qk_norm import QKNorm, normalise
 from attend.attention.operators.rope import Rope, frequencies, rotate
@@ -24,7 +23,6 @@ from attend.spec_parts import Eps, Flag, Part, Width, field_error
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from attend.attention.call import CallOptions
     from attend.attention.operators.declarations import Axes, Shapes
     from attend.attention.operators.latent import Latent
     from attend.attention.operators.operator import Draw, Fields
@@ -61,8 +59,6 @@ class Indexer(Part):
 class IndexerOperator(Operator):
     name, field, needs_projections = "indexer", "indexer", True
     matrices = ("index_query", "index_key", "index_head_weights")
-    query_matrices = ("index_query", "index_head_weights")
-    key_matrices = ("index_key",)
     axes: ClassVar[Axes] = {
         **{f"{name}.weight": ("out", "in") for name in ("index_key", "index_query", "index_head_weights")},
         **dict.fromkeys(("index_key_norm.weight", "index_key_norm.bias"), ("n",)),
@@ -94,15 +90,6 @@ class IndexerOperator(Operator):
         return indexer.num_heads * indexer.head_dim
 
     @classmethod
-    def cost(cls, spec: Dimensions, options: CallOptions, cached: int) -> Cost:
-        """In float64, which takes twice as long; its projections are counted with the others."""
-        indexer, queries, keys = getattr(spec, cls.field), options.num_queries, options.num_keys
-        width, heads, pairs = indexer.num_heads * indexer.head_dim, indexer.num_heads, queries * keys
-        elements = queries * (spec.d_model + 3 * width) + keys * (spec.key_dim + 3 * indexer.head_dim)
-        elements += 3 * min(heads * pairs, max(1 << 20, heads * keys))
-        return Cost(operations=4 * pairs * width + 6 * heads * pairs + 40 * pairs, memory_bytes=8 * elements + 2 * pairs)
-
-    @classmethod
     def random(cls, draw: Draw, fields: Fields) -> Any:
         """Fewer keys than most calls have."""
         dims = (fields.get("rope") or {}).get("dims", fields.get("head_dim", fields["d_model"] // fields["num_heads"]))
@@ -120,20 +107,25 @@ class IndexerOperator(Operator):
             numbers = frequencies(rope, rope.dims or indexer.head_dim)
             turns = (Step("index_frequencies", (), {"index_frequencies": Value("dims / 2", "float64")}, "", lambda m: m.constant(numbers)),)
             turned = ("index_frequencies",)
+        compressed, index_query, index_key = latent and latent.query_rank, "b,index_heads,q,index_head_dim", "b,k,index_head_dim"
         down = "x W_DQ + b_DQ" if latent and latent.bias else "x W_DQ"
         query = Step(
             "index_query",
             ("query", *(("query_coordinates", *turned) if rope else ())),
-            {"index_query": Value("b,index_heads,q,index_head_dim", "float64")},
-            f"q = {'R(i) ' if rope else ''}split({f'RMSNorm({down})' if latent and latent.query_rank else 'x'} W_IQ)",
+            {"index_query": Value(index_query, "float64")},
+            f"q = {'R(i) ' if rope else ''}split({f'RMSNorm({down})' if compressed else 'x'} W_IQ)",
             partial(_queries, indexer=indexer, rope=rope, latent=latent),
+            products=("b,q,query_rank,query_dim", f"{index_query},query_rank") if compressed else (f"{index_query},query_dim",),
+            scratch=("b,q,query_dim", index_query, index_query),
         )
         key = Step(
             "index_key",
             ("key", *(("key_coordinates", *turned) if rope else ())),
-            {"index_key": Value("b,k,index_head_dim", "float64")},
+            {"index_key": Value(index_key, "float64")},
             f"k = {'R(j) ' if rope else ''}LayerNorm(z W_IK)",
             partial(_keys, indexer=indexer, rope=rope),
+            products=(f"{index_key},key_dim",),
+            scratch=("b,k,key_dim", index_key, index_key),
         )
         factors = Step(
             "index_factors",
@@ -141,6 +133,7 @@ class IndexerOperator(Operator):
             {"index_factors": Value("b,q,index_heads", "float64")},
             "w = x W_w",
             lambda m, query: m.project_exactly(m.exact(query), "index_head_weights"),
+            products=("b,q,index_heads,query_dim",),
         )
         select = Step(
             "select",
@@ -149,6 +142,8 @@ class IndexerOperator(Operator):
             f"j is visible to i if it is among the {indexer.top_k} visible keys with the largest I_ij = Σ_h w_ih relu(q_ih · k_j)",
             partial(_select, top_k=indexer.top_k),
             all_keys=True,
+            products=("b,index_heads,q,k,index_head_dim", "b,q,k,index_heads"),
+            scratch=("b,index_heads,q,k", "b,index_heads,q,k", "b,q,k"),
         )
         mask = Step("indexer_mask", ("visible", "keys"), {"indexer_mask": Value("b,q,k", "bool")}, "", _mask)
         return {"constants": turns, "norm": (query, factors, key), "select": (select, mask)}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
-from attend.attention.operators.declarations import Cost, Variances, variance
+from attend.attention.operators.declarations import Variances, variance
 from attend.attention.operators.operator import Operator
 from attend.attention.operators.projection import product_formula, split, written_heads
 from attend.attention.operators.qk_norm import QKNorm, normalise
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attend.attention.call import CallOptions
     from attend.attention.operators.declarations import Axes, Shapes
     from attend.attention.operators.operator import Draw, Fields, Misfit
     from attend.attention.operators.step import Arithmetic
@@ -49,8 +48,6 @@ class LatentOperator(Operator):
     name, field, needs_projections = "latent", "latent", True
     equal_inputs = True
     matrices = ("query_down", "key_value_down", "rope_key")
-    query_matrices = ("query_down",)
-    key_matrices = ("key_value_down", "rope_key")
     axes: ClassVar[Axes] = {
         **{f"{name}.weight": ("out", "in") for name in ("key_value_down", "query_down", "rope_key")},
         **{f"{name}.bias": ("n",) for name in ("key_value_down", "query_down", "rope_key")},
@@ -111,15 +108,6 @@ class LatentOperator(Operator):
         return max(latent.key_value_rank, latent.query_rank or 1)
 
     @classmethod
-    def cost(cls, spec: Dimensions, options: CallOptions, cached: int) -> Cost:
-        """Latent vectors, the expansion of cached ones at each step, and the output `latent`; projections are counted with the others."""
-        latent, keys = getattr(spec, cls.field), options.num_keys
-        rows = spec.num_kv_heads * (spec.head_dim - latent.rope_key_dim + spec.value_head_dim)
-        elements = options.num_queries * 2 * (latent.query_rank or 0) + keys * (2 * latent.key_value_rank + latent.rope_key_dim)
-        once_more = keys * spec.key_dim if "latent" in options.outputs else 0
-        return Cost(multiplications=(cached * rows + once_more) * latent.key_value_rank, elements=elements)
-
-    @classmethod
     def variances(cls, spec: Dimensions, weights: Mapping[str, Tensor], before: Variances) -> Variances:
         """A share of each key is the part that all heads have."""
         share = getattr(spec, cls.field).rope_key_dim / spec.head_dim
@@ -146,28 +134,40 @@ class LatentOperator(Operator):
         if latent.query_rank:
             compress = partial(_compress, name="query_down", norm=norm)
             vector = {"query_latent": Value("b,q,query_rank")}
-            first.append(Step("compress_query", ("query",), vector, f"c^Q = RMSNorm(x {down['DQ']})", compress))
+            first.append(
+                Step(
+                    "compress_query", ("query",), vector, f"c^Q = RMSNorm(x {down['DQ']})", compress, products=("b,q,query_rank,query_dim",)
+                )
+            )
         x, read = ("c^Q", "query_latent") if latent.query_rank else ("x", "query")
         formula = f"Q = split({product_formula(spec, 'query', x, 'UQ' if latent.query_rank else 'Q')}, {spec.num_heads} heads)"
         compute = partial(split, name="query", heads=spec.num_heads)
-        first.append(Step("project_query", (read,), written_heads("query"), formula, compute))
-        compress = partial(_compress, name="key_value_down", norm=norm)
+        products = ("b,h,q,head_dim,query_rank" if latent.query_rank else "b,h,q,head_dim,query_dim",)
+        first.append(Step("project_query", (read,), written_heads("query"), formula, compute, products=products))
+        compress, products = partial(_compress, name="key_value_down", norm=norm), ("b,k,key_value_rank,key_dim",)
         first += [
-            Step("compress_key", ("key",), {"latent": Value("b,k,key_value_rank")}, f"c = RMSNorm(z {down['DKV']})", compress),
+            Step(
+                "compress_key",
+                ("key",),
+                {"latent": Value("b,k,key_value_rank")},
+                f"c = RMSNorm(z {down['DKV']})",
+                compress,
+                products=products,
+            ),
             Step(
                 "project_rope_key",
                 ("key",),
                 {"rope_key": Value("b,k,rope_key_dim")},
                 f"K^R = z {down['KR']}",
                 lambda m, key: m.project(key, "rope_key"),
+                products=("b,k,rope_key_dim,key_dim",),
             ),
         ]
         expands, values = shares_rotary_key(spec) and "joined_keys" not in features, "latent"
         if "values" in features:
             values = "value_latent"
-            first.append(
-                Step("compress_value", ("value",), {values: Value("b,k,key_value_rank")}, f"c^V = RMSNorm(z {down['DKV']})", compress)
-            )
+            formula, vector = f"c^V = RMSNorm(z {down['DKV']})", {values: Value("b,k,key_value_rank")}
+            first.append(Step("compress_value", ("value",), vector, formula, compress, products=products))
         up = (
             Step(
                 "project_key",
@@ -175,6 +175,7 @@ class LatentOperator(Operator):
                 written_heads("key"),
                 f"K = [K^R, {product_formula(spec, 'key', 'c', 'UK')}], K^R the same in every head",
                 partial(_key, heads=spec.num_kv_heads),
+                products=("b,kv heads,k,head_dim - rope_key_dim,key_value_rank",),
                 expands=expands,
             ),
             Step(
@@ -183,6 +184,7 @@ class LatentOperator(Operator):
                 written_heads("value"),
                 f"V = split({product_formula(spec, 'value', 'c', 'UV')}, {spec.num_kv_heads} heads)",
                 partial(split, name="value", heads=spec.num_kv_heads),
+                products=("b,kv heads,k,value_head_dim,key_value_rank",),
                 expands=expands,
             ),
         )

@@ -1,6 +1,6 @@
 """`Operator`: all that is particular to one operator of attention, with neutral defaults.
 
-A class describes the operator for any spec: whether a layer has it, what it conflicts with, its weights, its cost, and the steps that it
+A class describes the operator for any spec: whether a layer has it, what it conflicts with, its weights, and the steps that it
 has in the layer's program (`step.py`, `attention/program.py`). It has no instances.
 """
 
@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from attend.attention.operators.declarations import Cost, Interval
+from attend.attention.operators.declarations import Interval
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
     from torch import Tensor
 
-    from attend.attention.call import CallOptions
     from attend.attention.masks import Masks
     from attend.attention.operators.declarations import Axes, Coordinates, Extent, LeftOut, Shapes, Variances
     from attend.attention.operators.step import Step, Steps
@@ -57,8 +56,6 @@ class Operator:
     zeros_without_weights: ClassVar[bool] = False  # whether some frameworks compute it with weights of 0, and save no tensor of them
     matrices: ClassVar[tuple[str, ...]] = ()  # projections that `init` draws, in this order
     needs_projections: ClassVar[bool] = False  # whether its weights are applied to inputs, which then must not be projected already
-    query_matrices: ClassVar[tuple[str, ...]] = ()  # those of its matrices that are applied to each query
-    key_matrices: ClassVar[tuple[str, ...]] = ()  # … to each key
     same_keys_for_all_heads: ClassVar[bool] = False  # whether masks and biases of several heads are refused
     conflicts: ClassVar[Mapping[str, str]] = {}  # field of another operator that a spec with this one cannot have -> why
     survives_conflicts: ClassVar[bool] = False  # whether random cases drop what it conflicts with, and not this one
@@ -142,11 +139,6 @@ class Operator:
     def widest(cls, spec: Dimensions) -> int:
         """The largest width that it adds to the layer."""
         return 1
-
-    @classmethod
-    def cost(cls, spec: Dimensions, options: CallOptions, cached: int) -> Cost:
-        """What it adds to the cost of one item of a call, of whose keys the first `cached` are in a cache."""
-        return Cost()
 
     @classmethod
     def variances(cls, spec: Dimensions, weights: Mapping[str, Tensor], before: Variances) -> Variances:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from attend.attention.operators.declarations import Cost, LeftOut
+from attend.attention.operators.declarations import LeftOut
 from attend.attention.operators.operator import Operator
 from attend.attention.operators.step import Step, Steps, Value
 from attend.spec_parts import Flag, Part
@@ -16,7 +16,6 @@ from attend.spec_parts import Flag, Part
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from attend.attention.call import CallOptions
     from attend.attention.operators.declarations import Axes, Shapes
     from attend.attention.operators.operator import Draw, Fields, Misfit
     from attend.attention.operators.step import Arithmetic
@@ -41,7 +40,7 @@ class OutputGate(Part):
 class OutputGateOperator(Operator):
     name, field, needs_projections = "output_gate", "output_gate", True
     left_out = LeftOut("the output gate", "softmax(S) V", "gate(x) ⊙ softmax(S) V")
-    matrices = query_matrices = ("gate",)
+    matrices = ("gate",)
     per_head = True
     axes: ClassVar[Axes] = {"gate.weight": ("out", "in"), "gate.bias": ("n",)}
     identifying_weight = "gate.weight"
@@ -67,11 +66,6 @@ class OutputGateOperator(Operator):
         return {cls.field: {"bias": "gate.bias" in weights, **granularity}}
 
     @classmethod
-    def cost(cls, spec: Dimensions, options: CallOptions, cached: int) -> Cost:
-        """The gate and its product with the heads' outputs; its projection is counted with the others."""
-        return Cost(elements=options.num_queries * (cls.width(spec) + spec.concatenated_dim))
-
-    @classmethod
     def random(cls, draw: Draw, fields: Fields) -> Any:
         """Any gate."""
         gate = {"granularity": draw.one_of("elementwise", "headwise"), "activation": draw.one_of("sigmoid", "softplus")}
@@ -87,7 +81,7 @@ class OutputGateOperator(Operator):
         heads = {"head_outputs": Value("b,h,q,value_head_dim")}
         return {
             "gate": (
-                Step("gate", ("query",), {"gate": Value(f"b,h,q,{width}")}, formula, compute),
+                Step("gate", ("query",), {"gate": Value(f"b,h,q,{width}")}, formula, compute, products=(f"b,h,q,{width},query_dim",)),
                 Step("apply_gate", ("head_outputs", "gate"), heads, "O = O ⊙ G", lambda m, outputs, gate: outputs * gate),
             )
         }

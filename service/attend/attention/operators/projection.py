@@ -47,5 +47,6 @@ def project_heads(spec: Dimensions) -> tuple[Step, ...]:
         def compute(m: Arithmetic, rows: Any, name: str = name, heads: int = heads) -> Any:
             return split(m, rows, name=name, heads=heads)
 
-        steps.append(Step(f"project_{role}", (role,), written_heads(role), formula, compute))
+        products = (f"{HEADS[role].axes},{role}_dim",) if name else ()
+        steps.append(Step(f"project_{role}", (role,), written_heads(role), formula, compute, products=products))
     return tuple(steps)

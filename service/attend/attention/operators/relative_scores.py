@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from attend.attention.operators.declarations import Cost, Variances, variance
+from attend.attention.operators.declarations import Variances, variance
 from attend.attention.operators.operator import Operator
 from attend.attention.operators.step import Step, Steps, Value
 from attend.spec_parts import WHOLE, Flag, Part, Width, field_error
@@ -27,14 +27,12 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attend.attention.call import CallOptions
     from attend.attention.operators.declarations import Axes, Shapes
     from attend.attention.operators.operator import Draw, Fields
     from attend.attention.operators.step import Arithmetic
     from attend.spec_parts import Dimensions
 
 MAX_PRODUCTS = 1 << 21  # most products of queries and position vectors at a time: twice the scores of a block
-MAX_BLOCK_ROWS = 1 << 11  # most rows of a block, roughly
 
 
 class RelativeScores(Part):
@@ -105,19 +103,6 @@ class RelativeScoresOperator(Operator):
         return shapes | ({"position_query.weight": shapes["position_key.weight"]} if relative.position_to_content else {})
 
     @classmethod
-    def cost(cls, spec: Dimensions, options: CallOptions, cached: int) -> Cost:
-        """There is a position vector for each of q + k distances. A block of rows is multiplied by those of its keys and rows. Keys are
-        multiplied by the vectors of the buckets that these distances have.
-        """
-        relative, queries, keys = getattr(spec, cls.field), options.num_queries, options.num_keys
-        width, distances = spec.num_heads * spec.head_dim, queries + keys
-        block_products = queries * (keys + min(queries, MAX_BLOCK_ROWS))
-        buckets = min(2 * relative.columns, distances) if relative.position_to_content else 0
-        embedded = 0 if relative.columns else distances * spec.d_model
-        elements = distances * width + 4 * embedded + spec.num_heads * buckets * keys + min(2 * spec.num_heads * block_products, 1 << 22)
-        return Cost(multiplications=width * (embedded + block_products + buckets * keys), wide_elements=elements)
-
-    @classmethod
     def variances(cls, spec: Dimensions, weights: Mapping[str, Tensor], before: Variances) -> Variances:
         """The terms' are added. An embedded distance, a unit vector or sines and cosines, has a mean square of 1/2n or 1/2."""
         relative: RelativeScores = getattr(spec, cls.field)
@@ -144,17 +129,21 @@ class RelativeScoresOperator(Operator):
         """What is computed of all distances and of the keys, and the terms of each pair."""
         relative: RelativeScores = getattr(spec, cls.field)
         names = [f"position_{role}.weight" for role in ("key", "query")[: 1 + relative.position_to_content]]
+        terms = ("b,h,?2 * columns,k,head_dim",) * relative.position_to_content
+        terms = ("b,h,head_dim,q + k,query_dim", "b,h,k,head_dim") if relative.kind == "transformer_xl" else terms
         vectors = Step(
             "distance_vectors",
             ("positions", "keys", "key_projection", *names, *(("content_bias",) if relative.kind == "transformer_xl" else ())),
             {
                 "first_column": Value("b,q", "int64"),
-                "distance_vectors": Value("b,h,head_dim,?columns"),
-                "key_terms": Value("b,h,?buckets,k"),
-                "column_buckets": Value("b,?columns"),
+                "distance_vectors": Value("b,h,head_dim,?q + k"),
+                "key_terms": Value("b,h,?2 * columns,k" if relative.columns else "b,h,?1,k"),
+                "column_buckets": Value("b,?q + k"),
             },
             "",
             partial(_vectors, spec=spec, relative=relative),
+            products=terms,
+            scratch=("b,q + k,query_dim",) * (1 if relative.columns else 2),
         )
         reads: tuple[str, ...] = ("scores", "query_projection", "first_column", "distance_vectors", "key_terms", "column_buckets", "scale")
         if relative.kind == "transformer_xl":
@@ -164,7 +153,15 @@ class RelativeScoresOperator(Operator):
         else:
             distance = "bucket(i - j)" if relative.buckets else "i - j"
             formula = f"S_ij = S_ij + scale · (q_i·r_D{' + k_j·s_D' if relative.position_to_content else ''}), D = {distance}"
-        add = Step("add_terms", reads, {"scores": Value("b,h,q,k")}, formula, _add_terms)
+        add = Step(
+            "add_terms",
+            reads,
+            {"scores": Value("b,h,q,k")},
+            formula,
+            _add_terms,
+            products=("b,h,q,q + k,head_dim",),
+            scratch=("b,h,q,q + k",),
+        )
         return {"rescale": (vectors,), "terms": (add,)}
 
 

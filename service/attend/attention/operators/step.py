@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 class Value(NamedTuple):
     """What a step writes: its axes, and its datatype, "" for that of the layer or of scores.
 
-    An axis such as `k / block_size` has that many numbers, rounded up. The length of one with a `?` depends on the numbers of the call.
+    An axis such as `k / block_size` has that many numbers, rounded up. One with a `?` has at most that many, and at most q + k: how many
+    depends on the numbers of the call.
     """
 
     axes: str
@@ -70,6 +71,8 @@ class Step(NamedTuple):
     all_heads: bool = False  # whether results for a head depend on other heads, so that none is computed alone
     signed: bool = False  # whether it may make attention weights negative
     empties: bool = False  # whether it may leave a row without a visible key
+    products: tuple[str, ...] = ()  # axes whose lengths, multiplied, are its multiplications, such as `b,h,q,k,head_dim`
+    scratch: tuple[str, ...] = ()  # axes of the numbers that it stores beside what it writes, in float64
     expands: bool = False  # whether a cache keeps what it reads in place of what it writes, which is larger
 
 

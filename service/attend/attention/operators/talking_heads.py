@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from attend.attention.operators.declarations import Cost, LeftOut
+from attend.attention.operators.declarations import LeftOut
 from attend.attention.operators.operator import Operator
 from attend.attention.operators.step import Step, Steps, Value
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from attend.attention.call import CallOptions
     from attend.attention.operators.declarations import Axes, Shapes
     from attend.attention.operators.step import Arithmetic
     from attend.spec_parts import Dimensions
@@ -46,18 +45,22 @@ class TalkingHeadsOperator(Operator):
         return {name: np.eye(spec.num_heads, dtype=np.float32) for name in ("score_mixing.weight", "weight_mixing.weight")}
 
     @classmethod
-    def cost(cls, spec: Dimensions, options: CallOptions, cached: int) -> Cost:
-        """Two matrices for each pair of a query and a key."""
-        pairs = options.num_queries * options.num_keys
-        return Cost(multiplications=2 * spec.num_heads**2 * pairs, wide_elements=2 * min(spec.num_heads * pairs, 1 << 20))
-
-    @classmethod
     def steps(cls, spec: Dimensions, features: Collection[str] = ()) -> Steps:
         pairs = Value("b,h,q,k")
-        scores = Step("mix_scores", ("scores",), {"scores": pairs}, "S_h = Σ_m P_hm S_m + b_h", _mix_scores, all_heads=True)
+        scores = Step(
+            "mix_scores", ("scores",), {"scores": pairs}, "S_h = Σ_m P_hm S_m + b_h", _mix_scores, all_heads=True, products=("b,h,q,k,h",)
+        )
         reads, formula = ("attention_weights", "visible", "fully_masked"), "A_h = Σ_m W_hm A_m + c_h, 0 where a key is masked"
         weights = Step(
-            "mix_weights", reads, {"attention_weights": pairs}, formula, _mix_weights, all_keys=True, all_heads=True, signed=True
+            "mix_weights",
+            reads,
+            {"attention_weights": pairs},
+            formula,
+            _mix_weights,
+            all_keys=True,
+            all_heads=True,
+            signed=True,
+            products=("b,h,q,k,h",),
         )
         return {"mix_scores": (scores,), "mix_weights": (weights,)}
 
