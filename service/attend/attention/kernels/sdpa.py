@@ -1,6 +1,7 @@
 """Computes head outputs with torch's scaled_dot_product_attention, for calls that request neither weights nor scores.
 
-It does not store [queries, keys]. Masks and biases are made for one block of query rows at a time, so memory is linear in the length.
+It does not store [queries, keys]. On a CPU torch would, if values have another width than keys: the narrower ones then get zeros. Masks and
+biases are made for one block of query rows at a time, so memory is linear in the length.
 """
 
 import torch
@@ -60,7 +61,11 @@ class SdpaKernel(Kernel):
             mask = (score_bias if visible is None else score_bias.masked_fill(~visible, -torch.inf)).to(query.dtype)
         if mask is not None:
             mask = mask.expand(-1, -1, query.shape[2], key.shape[2])
+        width = value.shape[-1]
+        if query.device.type == "cpu":
+            query, key, value = _of_one_width(query, key, value)
         heads = F.scaled_dot_product_attention(query, key, value, mask, is_causal=self.is_causal, scale=scale, enable_gqa=self._shared_keys)
+        heads = heads[..., :width]
         if fully_masked is not None:
             heads = heads.masked_fill(fully_masked[..., None], 0)
         if bool(heads.sum().isfinite() & heads[..., 0].all()):  # one answer of the device for both
@@ -79,6 +84,12 @@ class CausalSdpaKernel(SdpaKernel):
     reads = ("query_projection", "key_projection", "value_projection", "scale", "fully_masked")
     implied = frozenset({"masks"})
     is_causal = True
+
+
+def _of_one_width(*heads: Tensor) -> list[Tensor]:
+    """The heads, the narrow ones with zeros at their ends, which change no score: on a CPU torch stores all scores for unequal widths."""
+    width = max(x.shape[-1] for x in heads)
+    return [x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in heads]
 
 
 def _may_overflow(scale: float, query: Tensor, key: Tensor) -> bool:
