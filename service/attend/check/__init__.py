@@ -19,6 +19,8 @@ In the order in which to read it:
     candidate.py, weights.py constructs a candidate and reads its weights
     constructor.py           arguments for the constructor of a class
     adapter.py               calls a candidate
+    called.py                the function that it is called by, and what its parameters mean
+    arrays.py                arrays of its framework, and back to NumPy
     families.py              the layer of a family of models
     signatures.py            functions whose parameters and conventions are known
     trial.py                 finds by calls what names and options leave open
@@ -33,6 +35,7 @@ In the order in which to read it:
     cases.py                 the inputs
     alignment.py             causal calls with more or fewer keys than queries
     gradients.py             gradients of the inputs of torch candidates
+    backward.py              what they are with mistakes in a backward pass
     spread.py                how far outputs in half precision may be from the reference
     lengths.py               further calls of many lengths, widths and positions, if those agree
     parameters.py            cases that pass each parameter a value that changes the result

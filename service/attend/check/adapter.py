@@ -6,22 +6,21 @@ usual cause.
 """
 
 import inspect
-import sys
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
-from importlib import import_module
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
+from attend.check.arrays import as_array, as_float64, describe, dtype_of
 from attend.check.cases import CaseKind, CheckCase
-from attend.check.convention import Alignment, Convention, Polarity, find_roles, mask_polarity, other_parameters
+from attend.check.convention import Alignment, Convention, Polarity
 from attend.check.layer import Layer
-from attend.check.signatures import FUNCTIONS, known_arguments
+from attend.check.signatures import FUNCTIONS
 from attend.check.weights import is_matrix
-from attend.tensors import BY_TORCH, Array
+from attend.tensors import Array
 
 # kind of case -> roles of the parameters that may take its mask, and their description
 MASKS: dict[str, tuple[tuple[str, ...], str]] = {
@@ -35,11 +34,8 @@ MASKS: dict[str, tuple[tuple[str, ...], str]] = {
 OPTIONAL = frozenset(  # roles of parameters that are passed only where a case is about them
     ("mask", "padding", "lengths", "segments", "boundaries", "cache", "use_cache", "causal", "scale", "softcap", "window")
 )
-SDPA = ("is_causal", "dropout_p", "scale", "enable_gqa")  # parameters that show that `attn_mask` may be as in torch's function
-SDPA_OTHERS = ("dropout_p", "enable_gqa")  # parameters of torch's function that no case passes
 
 LAYOUTS = {"b,h,n,d": (0, 1, 2, 3), "b,n,h,d": (0, 2, 1, 3), "n,b,h,d": (2, 0, 1, 3)}  # places of the axes b, h, n, d
-ARRAYS = {"jax": ("jax.numpy", "asarray"), "mlx": ("mlx.core", "array")}  # frameworks, and what makes their arrays
 NO_PARAMETER = "no parameter is known as"  # the beginning of the reason why a case is not tried
 NO_POSITIONS = "it is always causal, and q != k leaves the positions of its queries open; pass query_offset"
 
@@ -169,7 +165,7 @@ class Adapter:
         try:
             returned = self.function(*bound.args, **bound.kwargs)
         except Exception as error:
-            called = ", ".join(f"{name} {_describe(value)}" for name, value in ordered.items())
+            called = ", ".join(f"{name} {describe(value)}" for name, value in ordered.items())
             raise CallFailed(f"{type(error).__name__}: {error}; called with {called}") from error
         return self.without_residual(returned, ordered[self.roles["query"]])
 
@@ -187,9 +183,9 @@ class Adapter:
             raise ValueError(f"expected an array or a tuple (output, weights), got {type(parts[0] if parts else result).__name__}")
         has_weights = len(parts) > (2 if "cache" in self.roles else 1)  # the last of several is the cache
         weights = parts[1] if has_weights and hasattr(parts[1], "dtype") else None
-        dtype = _dtype_of(parts[0])
+        dtype = dtype_of(parts[0])
         return CandidateResult(
-            self.as_output(_as_float64(parts[0])), None if weights is None else self._as_weights(_as_float64(weights)), dtype
+            self.as_output(as_float64(parts[0])), None if weights is None else self._as_weights(as_float64(weights)), dtype
         )
 
     def mask_role(self, kind: CaseKind) -> str | None:
@@ -292,12 +288,7 @@ class Adapter:
         return self._unbatched(per_item[shape])
 
     def _tensor(self, x: Array, dtype: str) -> Any:
-        if self.framework == "torch":
-            import torch
-
-            return torch.tensor(x, dtype=getattr(torch, dtype), device=self.device)
-        array = x.astype(BY_TORCH[dtype].numpy if dtype in BY_TORCH else dtype)
-        return array if self.framework == "numpy" else _array_function(self.framework)(array)
+        return as_array(x, dtype, self.framework, self.device)
 
     def as_output(self, x: Array) -> Array:
         """What the candidate returned as [b, q, width], if it has the right shape."""
@@ -311,99 +302,6 @@ class Adapter:
         return x[:, None] if self.convention.layout == "b,n,d" and x.ndim == 3 else x
 
 
-def make_adapter(candidate: Any, convention: Convention, framework: str, heads: int | None) -> Adapter:
-    """The adapter of an instance or function. ValueError: its parameters or masks are ambiguous."""
-    torch = sys.modules.get("torch")
-    polarity: Polarity | None = None  # of torch's own masks, which may also be numbers
-    if torch is not None and candidate is torch.nn.functional.scaled_dot_product_attention:
-        polarity = "attend"
-    elif torch is not None and isinstance(candidate, torch.nn.MultiheadAttention):
-        polarity = "block"
-    convention = replace(convention, mask_means=convention.mask_means or polarity, padding_means=convention.padding_means or polarity)
-    function, signature = _function_and_signature(candidate, convention)
-    roles = find_roles(signature, known_arguments(convention, signature))
-    polarities: dict[str, Polarity] = {
-        r: mask_polarity(convention, roles[r], padding=r == "padding") or "attend" for r in ("mask", "padding") if r in roles
-    }
-    others = SDPA_OTHERS if polarity == "attend" else other_parameters(signature, roles)
-    adds_numbers = convention.like is not None and FUNCTIONS[convention.like].adds_numbers
-    first = next(iter(candidate.parameters()), None) if is_module(candidate) else None
-    dtype = convention.dtype or ("float64" if framework == "numpy" else "float32")
-    return Adapter(
-        function=function,
-        signature=signature,
-        roles=roles,
-        polarities=polarities,
-        convention=convention,
-        framework=framework,
-        dtype=dtype if first is None else _dtype_of(first),
-        device=convention.device if first is None else first.device,
-        batch_first=(getattr(candidate, "batch_first", True) if convention.batch_first is None else convention.batch_first) is not False,
-        heads=heads or 1,
-        is_torch=polarity is not None,
-        may_add_numbers=roles.get("mask") == "attn_mask" and not signature.parameters.keys().isdisjoint(SDPA),
-        adds_numbers=polarity is not None or polarities.get("mask") == "add" or adds_numbers,
-        others=others,
-    )
-
-
-def _function_and_signature(candidate: Any, convention: Convention) -> tuple[Callable[..., Any], inspect.Signature]:
-    """The function to call, and its parameters. A builtin has no signature: its parameters are those in the option `arguments`."""
-    if convention.method is not None:
-        function = described = getattr(candidate, convention.method)
-    elif is_module(candidate):
-        function, described = candidate, candidate.forward
-    else:
-        methods = [getattr(candidate, name) for name in ("forward", "call") if hasattr(candidate, name)]
-        if not callable(candidate) and not methods:
-            raise ValueError(f"expected something to call, got {candidate!r}: pass method=…")
-        function = described = candidate if callable(candidate) else methods[0]
-    try:
-        return function, inspect.signature(described)
-    except ValueError:
-        arguments, inputs = known_arguments(convention, None), ("query", "key", "value")
-        required = FUNCTIONS[convention.like].required if convention.like else ()
-        parameters = [
-            inspect.Parameter(
-                name,
-                inspect.Parameter.POSITIONAL_OR_KEYWORD if role in inputs else inspect.Parameter.KEYWORD_ONLY,
-                default=inspect.Parameter.empty if role in inputs or name in required else None,
-            )
-            for name, role in arguments.items()
-        ]
-        return function, inspect.Signature(sorted(parameters, key=lambda parameter: parameter.kind))
-
-
-def is_module(candidate: Any) -> bool:
-    torch = sys.modules.get("torch")  # a module exists only where torch was imported
-    return torch is not None and isinstance(candidate, torch.nn.Module)
-
-
 def _boundaries(segments: Array) -> Array:
     """Where each sequence of the first item begins, and where the last one ends."""
     return np.flatnonzero(np.diff(segments[0], prepend=0, append=0))
-
-
-def _as_float64(x: Any) -> Array:
-    """A copy in NumPy of a tensor, or of whatever NumPy can read: by `__array__`, DLPack or the buffer protocol."""
-    if "torch" in sys.modules and isinstance(x, sys.modules["torch"].Tensor):
-        x = x.detach().cpu().double().numpy()
-    elif not hasattr(x, "__array__") and hasattr(x, "__dlpack__"):
-        x = np.from_dlpack(x)
-    return np.array(x, np.float64)
-
-
-def _array_function(framework: str) -> Callable[[Array], Any]:
-    """The function of a framework that makes its arrays of NumPy's."""
-    module, name = ARRAYS[framework]
-    function: Callable[[Array], Any] = getattr(import_module(module), name)
-    return function
-
-
-def _dtype_of(x: Any) -> str:
-    """The name of a dtype: float32 of torch.float32, of mlx.core.float32 and of NumPy's float32."""
-    return str(x.dtype).rpartition(".")[2]
-
-
-def _describe(x: Any) -> str:
-    return f"{list(x.shape)} {_dtype_of(x)}" if hasattr(x, "dtype") else repr(x)

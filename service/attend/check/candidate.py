@@ -23,8 +23,10 @@ from typing import Any, get_args
 
 import numpy as np
 
-from attend.check.adapter import Adapter, is_module, make_adapter
+from attend.check.adapter import Adapter
 from attend.check.alignment import draw_alignments
+from attend.check.arrays import is_module
+from attend.check.called import make_adapter
 from attend.check.cases import (
     POSITIONAL_QUERIES,
     CaseKind,

@@ -1,0 +1,52 @@
+"""Arrays of the framework of a candidate, and back to NumPy."""
+
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+from attend.tensors import BY_TORCH, Array
+
+ARRAYS = {"jax": ("jax.numpy", "asarray"), "mlx": ("mlx.core", "array")}  # frameworks, and what makes their arrays
+
+
+def as_array(x: Array, dtype: str, framework: str, device: Any = None) -> Any:
+    """An array of a framework."""
+    if framework == "torch":
+        import torch
+
+        return torch.tensor(x, dtype=getattr(torch, dtype), device=device)
+    array = x.astype(BY_TORCH[dtype].numpy if dtype in BY_TORCH else dtype)
+    return array if framework == "numpy" else _array_function(framework)(array)
+
+
+def as_float64(x: Any) -> Array:
+    """A copy in NumPy of a tensor, or of whatever NumPy can read: by `__array__`, DLPack or the buffer protocol."""
+    if "torch" in sys.modules and isinstance(x, sys.modules["torch"].Tensor):
+        x = x.detach().cpu().double().numpy()
+    elif not hasattr(x, "__array__") and hasattr(x, "__dlpack__"):
+        x = np.from_dlpack(x)
+    return np.array(x, np.float64)
+
+
+def _array_function(framework: str) -> Callable[[Array], Any]:
+    """The function of a framework that makes its arrays of NumPy's."""
+    module, name = ARRAYS[framework]
+    function: Callable[[Array], Any] = getattr(import_module(module), name)
+    return function
+
+
+def dtype_of(x: Any) -> str:
+    """The name of a dtype: float32 of torch.float32, of mlx.core.float32 and of NumPy's float32."""
+    return str(x.dtype).rpartition(".")[2]
+
+
+def describe(x: Any) -> str:
+    return f"{list(x.shape)} {dtype_of(x)}" if hasattr(x, "dtype") else repr(x)
+
+
+def is_module(candidate: Any) -> bool:
+    torch = sys.modules.get("torch")  # a module exists only where torch was imported
+    return torch is not None and isinstance(candidate, torch.nn.Module)

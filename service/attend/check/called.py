@@ -1,0 +1,78 @@
+"""The function that a candidate is called by, its parameters, and what they mean."""
+
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from attend.check.adapter import Adapter
+from attend.check.arrays import dtype_of, is_module
+from attend.check.convention import Convention, Polarity, find_roles, mask_polarity, other_parameters
+from attend.check.signatures import FUNCTIONS, known_arguments
+
+SDPA = ("is_causal", "dropout_p", "scale", "enable_gqa")  # parameters that show that `attn_mask` may be as in torch's function
+SDPA_OTHERS = ("dropout_p", "enable_gqa")  # parameters of torch's function that no case passes
+
+
+def make_adapter(candidate: Any, convention: Convention, framework: str, heads: int | None) -> Adapter:
+    """The adapter of an instance or function. ValueError: its parameters or masks are ambiguous."""
+    torch = sys.modules.get("torch")
+    polarity: Polarity | None = None  # of torch's own masks, which may also be numbers
+    if torch is not None and candidate is torch.nn.functional.scaled_dot_product_attention:
+        polarity = "attend"
+    elif torch is not None and isinstance(candidate, torch.nn.MultiheadAttention):
+        polarity = "block"
+    convention = replace(convention, mask_means=convention.mask_means or polarity, padding_means=convention.padding_means or polarity)
+    function, signature = _function_and_signature(candidate, convention)
+    roles = find_roles(signature, known_arguments(convention, signature))
+    polarities: dict[str, Polarity] = {
+        r: mask_polarity(convention, roles[r], padding=r == "padding") or "attend" for r in ("mask", "padding") if r in roles
+    }
+    others = SDPA_OTHERS if polarity == "attend" else other_parameters(signature, roles)
+    adds_numbers = convention.like is not None and FUNCTIONS[convention.like].adds_numbers
+    first = next(iter(candidate.parameters()), None) if is_module(candidate) else None
+    dtype = convention.dtype or ("float64" if framework == "numpy" else "float32")
+    return Adapter(
+        function=function,
+        signature=signature,
+        roles=roles,
+        polarities=polarities,
+        convention=convention,
+        framework=framework,
+        dtype=dtype if first is None else dtype_of(first),
+        device=convention.device if first is None else first.device,
+        batch_first=(getattr(candidate, "batch_first", True) if convention.batch_first is None else convention.batch_first) is not False,
+        heads=heads or 1,
+        is_torch=polarity is not None,
+        may_add_numbers=roles.get("mask") == "attn_mask" and not signature.parameters.keys().isdisjoint(SDPA),
+        adds_numbers=polarity is not None or polarities.get("mask") == "add" or adds_numbers,
+        others=others,
+    )
+
+
+def _function_and_signature(candidate: Any, convention: Convention) -> tuple[Callable[..., Any], inspect.Signature]:
+    """The function to call, and its parameters. A builtin has no signature: its parameters are those in the option `arguments`."""
+    if convention.method is not None:
+        function = described = getattr(candidate, convention.method)
+    elif is_module(candidate):
+        function, described = candidate, candidate.forward
+    else:
+        methods = [getattr(candidate, name) for name in ("forward", "call") if hasattr(candidate, name)]
+        if not callable(candidate) and not methods:
+            raise ValueError(f"expected something to call, got {candidate!r}: pass method=…")
+        function = described = candidate if callable(candidate) else methods[0]
+    try:
+        return function, inspect.signature(described)
+    except ValueError:
+        arguments, inputs = known_arguments(convention, None), ("query", "key", "value")
+        required = FUNCTIONS[convention.like].required if convention.like else ()
+        parameters = [
+            inspect.Parameter(
+                name,
+                inspect.Parameter.POSITIONAL_OR_KEYWORD if role in inputs else inspect.Parameter.KEYWORD_ONLY,
+                default=inspect.Parameter.empty if role in inputs or name in required else None,
+            )
+            for name, role in arguments.items()
+        ]
+        return function, inspect.Signature(sorted(parameters, key=lambda parameter: parameter.kind))
