@@ -40,7 +40,6 @@ from attend.wire.negotiation import JSON, AttendCodec
 from attend.wire.problems import validate
 from attend.wire.schemas.attend import AttendRequest
 from support.scheduler import (
-    ANSWER_SECONDS,
     HEAVY,
     REAL,
     SPEC,
@@ -422,7 +421,7 @@ def test_rule_12_the_work_for_a_batch_does_not_grow_with_the_number_of_waiting_c
         await loop_iterations()
         for task in tasks[::4]:
             task.cancel()
-        await asyncio.wait([task for i, task in enumerate(tasks) if i % 4 == 1], timeout=ANSWER_SECONDS)
+        await asyncio.wait([task for i, task in enumerate(tasks) if i % 4 == 1], timeout=PATIENCE)
         assert harness.scheduler.load[0] == len(harness.scheduler.waiting) == 249
         assert harness.counted("attend_abandoned_calls_total") == 125
         harness.attention.gate.set()
@@ -972,7 +971,7 @@ def test_every_call_gets_exactly_one_outcome(seed: int, hang_ups: float) -> None
                 tasks[int(rng.integers(len(tasks)))].cancel()
             if rng.random() < hang_ups:
                 hung_up |= set(rng.integers(max(0, i - 10), i + 1, 3).tolist())
-        _, pending = await asyncio.wait(tasks, timeout=ANSWER_SECONDS)
+        _, pending = await asyncio.wait(tasks, timeout=PATIENCE)
         for task in pending:
             task.cancel()
         assert not pending, f"{len(pending)} callers do not end"

@@ -29,7 +29,6 @@ SPEC = LayerSpec(d_model=6, num_heads=3, seed=1)
 REGISTRY = LayerRegistry(torch.device("cpu"), ServingLimits())
 REAL = REGISTRY.make("layer", SPEC)
 HEAVY = INLINE_OPERATIONS + 1  # operations of a call that the event loop leaves to the device's thread
-ANSWER_SECONDS = 5  # a call must end in this time once nothing delays it
 
 
 class Attention:
@@ -144,7 +143,7 @@ async def loop_iterations(n: int = 5) -> None:
 
 async def outcomes_of(*tasks: asyncio.Task[Outcome]) -> list[Any]:
     """The outcome or the exception of each call. Fails if some do not end."""
-    _, pending = await asyncio.wait(tasks, timeout=ANSWER_SECONDS)
+    _, pending = await asyncio.wait(tasks, timeout=PATIENCE)
     lost = [i for i, task in enumerate(tasks) if task in pending]
     for task in pending:
         task.cancel()
