@@ -70,24 +70,26 @@ def test_every_framework_has_cases_and_a_row_in_the_documentation() -> None:
 
 
 @pytest.mark.parametrize(
-    ("weights", "spec", "at"),
+    ("weights", "spec", "at", "expected"),
     [
-        (FUSED, {"num_heads": 3}, "/layout"),  # BLOOM's rows, NeoX's or [q; k; v]: never guessed
+        (FUSED, {"num_heads": 3}, "", "as the query parameter layout"),  # BLOOM's rows, NeoX's or [q; k; v]: never guessed
         (
             TORCH | {"bias_k": np.ones((1, 1, 15), np.float32), "bias_v": np.ones((1, 1, 15), np.float32)},
             {"num_heads": 3},
-            "/weights/bias_k",
+            "/bias_k",
+            "",
         ),
-        (TORCH, {"num_heads": 3, "add_zero_attn": True}, "/spec/add_zero_attn"),
+        (TORCH, {"num_heads": 3, "add_zero_attn": True}, "", "at /add_zero_attn of the spec"),
     ],
     ids=["fused", "add_bias_kv", "add_zero_attn"],
 )
-def test_layers_that_cannot_be_represented_are_refused(layers: httpx.Client, weights: Any, spec: Any, at: str) -> None:
+def test_layers_that_cannot_be_represented_are_refused(layers: httpx.Client, weights: Any, spec: Any, at: str, expected: str) -> None:
     query = {"spec": json.dumps(spec)}
     refused = layers.put("/layers/original", params=query, content=save(weights), headers=framework_cases.SAFETENSORS)
 
     assert refused.status_code == 422, refused.text
-    assert refused.json()["errors"][0]["at"] == at
+    problem, *_ = refused.json()["errors"]
+    assert problem["at"] == at and expected in problem["expected"]
 
 
 @pytest.mark.parametrize("widths", [{}, {"kdim": 11, "vdim": 13}], ids=["one matrix", "three matrices"])

@@ -49,7 +49,8 @@ def in_places(problem: Problem, places: Mapping[str, str | None]) -> Problem:
         return problem
     if (place := places[name]) is not None:
         return replace(problem, at=f"{place}{slash}{rest}")
-    return Problem("", f"{problem.expected}{f', at /{rest} of' if rest else ' as'} the query parameter {name}", problem.got)
+    place = f", at /{rest} of the {name}, a query parameter" if rest else f" as the query parameter {name}"
+    return Problem("", f"{problem.expected}{place}", problem.got)
 
 
 @dataclass(frozen=True, slots=True)

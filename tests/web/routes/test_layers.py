@@ -259,12 +259,12 @@ REFUSALS: dict[str, tuple[bytes, dict[str, str], str, str]] = {
     "missing": (packed(without(ONE, f"{STEM}.self.key.weight")), {"spec": HEADS}, f"/{STEM}.self.key.weight", "a tensor"),
     "surplus": (packed(ONE | {f"{STEM}.self.odd": drawn(2)}), {"spec": HEADS}, f"/{STEM}.self.odd", "only what"),
     "shape": (packed(ONE | {f"{STEM}.self.key.bias": drawn(5, 5)}), {"spec": HEADS}, f"/{STEM}.self.key.bias", "6"),
-    "heads unsaid": (packed(ONE), {}, "", "at /num_heads of the query parameter spec"),
+    "heads unsaid": (packed(ONE), {}, "", "at /num_heads of the spec, a query parameter"),
     "heads that do not fit": (
         packed(ONE),
         {"spec": '{"num_heads": 4}'},
         "",
-        "a divisor of 6, the queries' rows, at /num_heads of the query",
+        "a divisor of 6, the queries' rows, at /num_heads of the spec",
     ),
     "unknown field": (
         packed(ONE),
@@ -468,8 +468,8 @@ def test_a_spec_that_is_not_an_object_is_refused_with_a_pointer(http: httpx.Clie
     """In the file with a pointer, in the query with the place in the parameter."""
     assert problem(put(http, packed(PLAIN, {"spec": spec})), status)["at"] == f"/__metadata__/spec{at}"
     found = problem(put(http, packed(ONE), spec=spec), status)
-    place = f"at {at} of" if at else "as"
-    assert (found["at"], found["expected"].endswith(f" {place} the query parameter spec")) == ("", True)
+    place = f"at {at} of the spec, a query parameter" if at else "as the query parameter spec"
+    assert (found["at"], found["expected"].endswith(f" {place}")) == ("", True)
 
 
 @pytest.mark.parametrize("seed", [None, 5])
@@ -490,7 +490,7 @@ def test_given_weights_admit_seed_and_init_but_no_gain(http: httpx.Client) -> No
     for same in ({"seed": 7, "init": "torch_linear", "gain": 1.0}, {"seed": None, "init": None, "gain": None}, plain["spec"]):
         assert http.put("/layers/filed", json={"spec": {**spec, **same}, "weights": weights}).json() == plain
     refused = problem(put(http, packed(ONE), spec=json.dumps({"num_heads": 1, "gain": 2.0})), 422)
-    assert refused["expected"] == "nothing, since the weights are given and none is drawn, at /gain of the query parameter spec"
+    assert refused["expected"] == "nothing, since the weights are given and none is drawn, at /gain of the spec, a query parameter"
     assert http.delete("/layers/filed").status_code == 204
 
 
