@@ -9,7 +9,7 @@ import asyncio
 import time
 from bisect import bisect_left
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import islice
@@ -196,14 +196,14 @@ class SessionRegistry:
             self._sweeping = asyncio.get_running_loop().create_task(self._sweep_regularly())
         return session
 
-    def _require_own(self, session_id: str, problem: Problem) -> None:
-        """Raises SessionNotFound, or with the problem WrongReplica or SessionEnded, if this process has not made the id."""
-        process, own = process_of(session_id, problem.at), self.process
+    def _require_own(self, session_id: str, at: str, problems: Sequence[Problem]) -> None:
+        """Raises SessionNotFound, or with the problems WrongReplica or SessionEnded, if this process has not made the id."""
+        process, own = process_of(session_id, at), self.process
         if process.replica != own.replica:
             moved = f"replica {process.replica} has this session, and this is {own.replica}; a balancer has to send its requests there"
-            raise WrongReplica(moved, [problem])
+            raise WrongReplica(moved, problems)
         if process != own:
-            raise SessionEnded("the session has ended: its process was restarted", [problem])
+            raise SessionEnded("the session has ended: its process was restarted", problems)
 
     def find(self, session_id: str, owner: str, at: str = "") -> Session:
         """The owner's session of that id. Raises SessionNotFound, SessionEnded or WrongReplica. `at`: where the body has the id."""
@@ -211,12 +211,13 @@ class SessionRegistry:
             self._follow_layer(session)
         if (session := self._sessions.get(session_id)) is not None and session.owner == owner:
             return session
-        problem = Problem(at, "the id of a session that this server keeps", describe_value(session_id))
-        self._require_own(session_id, problem)
+        # of an id in the path the detail says more
+        problems = [Problem(at, "the id of a session that this server keeps", describe_value(session_id))] if at else []
+        self._require_own(session_id, at, problems)
         known, reason = self._ended.get(session_id, (None, None))
         if session is not None or (known is not None and known != owner):
             raise SessionNotFound.where(at, "the id of a session of this API key", "that of another one")
-        raise SessionEnded("the session has ended" + (f": {MEANINGS[reason]}" if reason is not None else ""), [problem])
+        raise SessionEnded("the session has ended" + (f": {MEANINGS[reason]}" if reason is not None else ""), problems)
 
     def of_owner(self, owner: str) -> list[Session]:
         """The owner's sessions, least recently used first."""
