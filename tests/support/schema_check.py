@@ -64,7 +64,7 @@ REASONS = {
         r"one head for a picture of kind head|linear for numbers of either sign|null, since the concatenation is of all heads",
         r"(mean|linear) for layer .*, where weights may be negative",
         r"numbers? in cells .*|room for .*",
-        r"a body of type application/vnd.safetensors with this query parameter",
+        r"a body of type application/vnd.safetensors with the query parameter \w+",
         r"at most one of .*|either .* or .*",
     ],
     "a spec's fields must agree, and weights be those of the spec": [
