@@ -248,10 +248,10 @@ def test_each_field_of_a_figure_has_a_flag_that_reaches_it(server, tmp_path):
     drawn = run_attend("figure", "-", "-o", str(out), *given, "--head", "2", "--values", "--log", stdin=json.dumps(body).encode())
 
     assert drawn.returncode == 0, drawn.stderr
-    assert out.read_bytes() == httpx.post(f"{server.url}/attend/figure", json={**body, "figure": fields}).content
+    assert out.read_bytes() == httpx.post(f"{server.url}/attend/figure", json={**body, "figure": fields}, timeout=60).content
     drawn = run_attend("figure", "-", "-o", str(out), "--dpi", "96", "--scale-per-head", stdin=json.dumps(body).encode())
     fields = {"dpi": 96, "scale_per_head": True, "format": "png"}
-    assert out.read_bytes() == httpx.post(f"{server.url}/attend/figure", json={**body, "figure": fields}).content, drawn.stderr
+    assert out.read_bytes() == httpx.post(f"{server.url}/attend/figure", json={**body, "figure": fields}, timeout=60).content, drawn.stderr
 
 
 def test_without_output_the_figure_is_written_beside_the_request(figure_file):
