@@ -44,11 +44,11 @@ def _terms(spec: LayerSpec, features: frozenset[str], outputs: frozenset[str]) -
     """The operations and the bytes of the steps that compute these outputs, but of those that depend on weights alone.
 
     Products in float64 cost double. A step that depends on keys alone is computed for `new` ones; what has an element for each pair of
-    query and key is stored for a `block` of rows.
+    query and key is stored for a `block` of rows, even if it is an output.
     """
     program = needed(program_of(spec, features), outputs)
-    size, counted = BY_TORCH[spec.dtype].size, {*outputs}
-    dtypes = {name: value.dtype for step in program for name, value in step.writes.items()}
+    written = {name: value for step in program for name, value in step.writes.items()}
+    size, counted = BY_TORCH[spec.dtype].size, {name for name in outputs if name in written and not is_pair(written[name].axes)}
     operations: Counter[tuple[str, tuple[str, ...]]] = Counter()
     stored: Counter[tuple[str, tuple[str, ...]]] = Counter()
     for step, source in zip(program, sources(program), strict=True):
@@ -56,7 +56,8 @@ def _terms(spec: LayerSpec, features: frozenset[str], outputs: frozenset[str]) -
             continue
         of_pairs = any(is_pair(value.axes) for value in step.writes.values())
         computed, kept = "new" if source == "keys" else "all", "block" if of_pairs else "all"
-        factor = 4 if "float64" in {dtypes.get(name) for name in (*step.reads, *step.writes)} else 2
+        dtypes = {written[name].dtype for name in (*step.reads, *step.writes) if name in written}
+        factor = 4 if "float64" in dtypes else 2
         for axes in step.products:
             _add(operations, spec, computed, axes, factor)
         for axes in step.scratch:
