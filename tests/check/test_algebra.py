@@ -22,7 +22,7 @@ NAMES = {
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_change_of_one_step_is_named(name):
-    explanation = compare(type("Wrong", (GroupedRotary,), NAMES[name]), spec=GROUPED_ROTARY, causal=True).first.explanation
+    explanation = compare(type("Wrong", (GroupedRotary,), NAMES[name]), spec=GROUPED_ROTARY, causal=True, longest=7).first.explanation
     assert (explanation.mistakes, explanation.equals) == ((name,), ())
 
 

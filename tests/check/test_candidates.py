@@ -284,7 +284,7 @@ RIGHT = {
 @pytest.mark.parametrize("name", RIGHT)
 def test_correct_candidates_agree(name):
     candidate, options = RIGHT[name]
-    comparison = compare(candidate, longest=65, **options)
+    comparison = compare(candidate, longest=33, **options)
     assert comparison.agrees, f"\n{comparison}"
     assert not all(result.skipped for result in comparison.results)
 
@@ -334,7 +334,7 @@ def test_cases_that_a_candidate_cannot_run_are_reported_with_the_reason():
     assert _skipped(DiveIntoDeepLearning) == masked | {"causal mask", "packed sequences"}
     assert _skipped(flash_like, layout="b,n,h,d") == masked | {"padded keys", "packed sequences"}
     assert _skipped(PackedPerHead, mask_means="attend", fused="per_head") == cross
-    assert "not run: it takes one input" in str(compare(PackedPerHead, mask_means="attend", fused="per_head"))
+    assert "not run: it takes one input" in str(compare(PackedPerHead, mask_means="attend", fused="per_head", longest=7))
 
 
 def test_the_comparison_does_not_change_the_module():
@@ -343,7 +343,7 @@ def test_the_comparison_does_not_change_the_module():
     before = {name: x.clone() for name, x in module.state_dict().items()}
     modes = [part.training for part in module.modules()]
     state = torch.get_rng_state()
-    assert_agrees(module, mask_means="attend", longest=65)
+    assert_agrees(module, mask_means="attend", longest=7)
     assert [part.training for part in module.modules()] == modes
     assert all(torch.equal(x, before[name]) for name, x in module.state_dict().items())
     assert torch.equal(torch.get_rng_state(), state)
@@ -351,7 +351,7 @@ def test_the_comparison_does_not_change_the_module():
 
 def test_constructing_a_class_keeps_the_random_state_and_makes_biases_nonzero():
     state = torch.get_rng_state()
-    assert_agrees(nn.MultiheadAttention, longest=65)
+    assert_agrees(nn.MultiheadAttention, longest=7)
     assert torch.equal(torch.get_rng_state(), state)
 
     class ZeroesBiases(nn.MultiheadAttention):
@@ -359,7 +359,7 @@ def test_constructing_a_class_keeps_the_random_state_and_makes_biases_nonzero():
             self.in_proj_bias.zero_()
             return super().forward(query, key, value)[0]
 
-    assert not compare(ZeroesBiases).agrees
+    assert not compare(ZeroesBiases, longest=7).agrees
 
 
 def test_comparing_numpy_candidates_does_not_import_torch():
@@ -373,7 +373,7 @@ def test_comparing_numpy_candidates_does_not_import_torch():
             return e / e.sum(-1, keepdims=True) @ value
 
         with np.errstate(all="ignore"):
-            comparison = compare(attend)
+            comparison = compare(attend, longest=7)
         assert comparison.first.case == "large logits" and "exp overflows" in comparison.first.hint, comparison
         assert "torch" not in sys.modules
     """
@@ -384,7 +384,7 @@ def test_comparing_numpy_candidates_does_not_import_torch():
 def test_a_packed_matrix_that_is_cut_in_another_order_is_named(fused, heads):
     candidate = PackedPerHead(12, 12, heads) if fused == "q,k,v" else CausalSelfAttention(SimpleNamespace(n_head=heads, n_embd=12))
     options = {} if fused == "q,k,v" else {"causal": True, "weights": {"qkv": "c_attn", "output": "c_proj"}}
-    first = compare(candidate, mask_means="attend", fused=fused, **options).first
+    first = compare(candidate, mask_means="attend", fused=fused, longest=7, **options).first
     assert len(first.mistakes) == 1 and "is cut as [" in first.hint and "see fused" in first.hint
 
 
@@ -446,7 +446,7 @@ class DropsOutAsRequired(DropsOut):
 
 @pytest.mark.parametrize("candidate", [DropsOut, DropsOutAsRequired])
 def test_a_class_is_constructed_with_dropout_so_that_it_shows_if_it_acts_in_evaluation_mode(candidate):
-    assert "dropout is active" in compare(candidate, mask_means="attend").first.hint
+    assert "dropout is active" in compare(candidate, mask_means="attend", longest=7).first.hint
     assert_agrees(candidate, mask_means="attend", construct={"dropout": 0}, longest=7)
 
 

@@ -148,7 +148,7 @@ WRONG = {
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", RIGHT)
 def test_no_right_way_of_rounding_is_accused(name, dtype):
-    comparison = compare(RIGHT[name], framework="torch", dtype=dtype, longest=130)
+    comparison = compare(RIGHT[name], framework="torch", dtype=dtype, longest=65)
     assert comparison.agrees, f"\n{comparison}"
 
 
@@ -178,5 +178,5 @@ class Projected(nn.Module):
 
 @pytest.mark.parametrize("factor", [1.0, 1.04])
 def test_a_layer_in_bfloat16(factor):
-    comparison = compare(type("Other", (Projected,), {"factor": factor}), dtype="bfloat16", longest=130)
+    comparison = compare(type("Other", (Projected,), {"factor": factor}), dtype="bfloat16", longest=65)
     assert comparison.agrees is (factor == 1), f"\n{comparison}"

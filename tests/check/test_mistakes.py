@@ -44,7 +44,8 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_mistakes_of_candidates_are_named(name):
     replaced, case, hint = WRONG[name]
-    comparison = compare(type("Wrong", (Wrong,), replaced), causal=False, **({} if "forward" in replaced else {"mask_means": "attend"}))
+    options = {} if "forward" in replaced else {"mask_means": "attend"}
+    comparison = compare(type("Wrong", (Wrong,), replaced), causal=False, longest=7, **options)
     assert not comparison.agrees
     assert comparison.first.case == case, f"\n{comparison}"
     assert (hint or "no known mistake gives these numbers") in comparison.first.hint, f"\n{comparison}"
@@ -70,13 +71,13 @@ def test_a_bias_of_another_projection_is_named(biases, named):
             heads = numpy_function(*(self.split(x @ W + b) for x, W, b in inputs))
             return heads.transpose(0, 2, 1, 3).reshape(query.shape) @ self.W_o + o
 
-    explanation = compare(OtherBiases).first.explanation
+    explanation = compare(OtherBiases, longest=7).first.explanation
     assert (explanation.mistakes, explanation.equals) == ((named,), ())
 
 
 def test_two_mistakes_that_show_in_different_cases_are_told_one_after_the_other():
     changed = {"scale": lambda self, s: s, "fill": lambda self, s, m: s.masked_fill(m, -torch.inf)}
-    first, second = compare(type("Wrong", (Wrong,), changed), mask_means="attend").disagreements
+    first, second = compare(type("Wrong", (Wrong,), changed), mask_means="attend", longest=7).disagreements
     assert (first.case, first.mistakes) == ("no mask", ("the scores are not divided by sqrt(head_dim)",))
     assert second.case == "mask" and len(second.mistakes) == 1 and "inverted" in second.mistakes[0]
 
@@ -91,7 +92,7 @@ def test_two_mistakes_that_show_in_different_cases_are_told_one_after_the_other(
     ],
 )
 def test_a_wrong_causal_mask_has_one_name(blocked, named):
-    explanation = compare(causal_scores(blocked), framework="torch", causal=True).first.explanation
+    explanation = compare(causal_scores(blocked), framework="torch", causal=True, longest=7).first.explanation
     assert (explanation.mistakes, explanation.equals) == ((named,), ())
 
 
@@ -116,7 +117,7 @@ def test_wrong_slopes_and_places_of_alibi_are_named(heads, slopes, is_scaled, na
         return scores.masked_fill(distance < 0, -torch.inf).softmax(-1) @ value
 
     spec = LayerSpec(d_model=5 * heads, num_heads=heads, projections=False, alibi=True)
-    comparison = compare(attend, spec=spec, causal=True, framework="torch")
+    comparison = compare(attend, spec=spec, causal=True, framework="torch", longest=7)
     mistakes = () if comparison.agrees else comparison.first.mistakes
     assert len(mistakes) == len(named), f"\n{comparison}"
     assert all(words in " and ".join(mistakes) for words in named)
@@ -135,7 +136,7 @@ def test_the_expected_slopes_are_those_of_the_number_of_heads(heads, expected):
         return (query @ key.mT * query.shape[-1] ** -0.5 + bias).masked_fill(distance < 0, -torch.inf).softmax(-1) @ value
 
     spec = LayerSpec(d_model=5 * heads, num_heads=heads, projections=False, alibi=True)
-    explanation = compare(attend, spec=spec, causal=True, framework="torch").first.explanation
+    explanation = compare(attend, spec=spec, causal=True, framework="torch", longest=7).first.explanation
     assert explanation.mistakes == ("ALiBi's slopes begin at 1, that of i = 0",)
     assert explanation.arithmetic == (("slopes 2^(-8i/n), i from 0, of n heads (ALiBi)", expected),)
 
@@ -153,7 +154,7 @@ def test_wrong_soft_caps_are_named(capped, named):
         return capped(query @ key.mT * query.shape[-1] ** -0.5).softmax(-1) @ value
 
     spec = LayerSpec(d_model=15, num_heads=3, projections=False, softcap=2.0)
-    assert compare(attend, spec=spec, framework="torch").first.mistakes == (named,)
+    assert compare(attend, spec=spec, framework="torch", longest=7).first.mistakes == (named,)
 
 
 @pytest.mark.parametrize(
@@ -227,7 +228,7 @@ def test_a_wrong_mask_that_leaves_rows_without_a_key_is_named_however_they_are_f
             weights = (scores if mask is None else scores.masked_fill(mask, fill)).softmax(dim=-1).nan_to_num(replaced)
             return weights @ value
 
-        explanation = compare(attend, framework="torch", mask_means="attend").first.explanation
+        explanation = compare(attend, framework="torch", mask_means="attend", longest=7).first.explanation
         assert "the mask is inverted" in explanation.mistakes[0] and not explanation.equals
 
 
@@ -255,7 +256,7 @@ def test_a_size_is_told_from_a_constant(scale, named):
         assert query.ndim == 4  # without a batch, the axis of the queries is that of the numbers
         return (query @ key.mT / scale(query, key)).softmax(-1) @ value
 
-    first = compare(attend, framework="torch").first
+    first = compare(attend, framework="torch", longest=7).first
     assert (first.mistakes, first.explanation.equals) == ((named,), ())
 
 
@@ -270,7 +271,7 @@ def test_weights_far_below_those_of_blocked_keys_are_no_reason_to_exclude_a_mist
         return weights @ value, weights
 
     named = "there is no exp: the scores less the largest of the row are divided by their sum"
-    assert compare(attend, framework="numpy").first.mistakes == (named,)
+    assert compare(attend, framework="numpy", longest=7).first.mistakes == (named,)
 
 
 def test_a_factor_after_the_softmax_is_fitted():

@@ -46,7 +46,7 @@ def packed_or_alone(**wrong):
 
 
 def compare_packed(candidate):
-    return compare(candidate, batched=False, framework="numpy", longest=65)
+    return compare(candidate, batched=False, framework="numpy", longest=7)
 
 
 @pytest.mark.parametrize("make", [packed_attention, packed_or_alone])
@@ -112,9 +112,9 @@ class PackedModule(nn.Module):
 )
 def test_what_stays_in_the_rows_of_a_packed_sequence_that_is_left_out_is_named(empty, projects_each, named):
     changed = {"empty": staticmethod(empty), "projects_each": projects_each}
-    assert compare(type("Right", (PackedModule,), changed), batched=False, longest=65).agrees
+    assert compare(type("Right", (PackedModule,), changed), batched=False, longest=7).agrees
     wrong = type("Wrong", (PackedModule,), changed | {"sequences": staticmethod(without_last)})
-    explanation = compare(wrong, batched=False, causal=False).first.explanation
+    explanation = compare(wrong, batched=False, causal=False, longest=7).first.explanation
     assert explanation.mistakes == (f"{LAST}, nor is one alone: {named}",) and not explanation.equals
 
 
@@ -122,7 +122,7 @@ def test_missing_rows_are_explained_by_no_mistake_that_returns_all():
     def forward(self, x, cu_seqlens=None):
         return PackedModule.forward(self, x, cu_seqlens)[: len(x) if cu_seqlens is None else 1]
 
-    assert not compare(type("Short", (PackedModule,), {"forward": forward}), batched=False).first.mistakes
+    assert not compare(type("Short", (PackedModule,), {"forward": forward}), batched=False, longest=7).first.mistakes
 
 
 @pytest.mark.parametrize(
@@ -143,5 +143,5 @@ def test_a_number_of_packed_sequences_that_is_left_out_is_named(numbers, named):
                 output[item, :, rows] = attention_of(query[item][:, rows], key[item][:, keys], value[item][:, keys]).swapaxes(0, 1)
         return output
 
-    comparison = compare(attend, framework="numpy", longest=65)
+    comparison = compare(attend, framework="numpy", longest=7)
     assert (None if comparison.agrees else comparison.first.mistakes) == (named and (f"{named}the outputs of its heads stay 0",))

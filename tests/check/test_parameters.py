@@ -47,13 +47,13 @@ OPTIONS = {"framework": "torch", "mask_means": "block", "padding_means": "block"
     ],
 )
 def test_a_parameter_that_is_ignored_is_found_and_named(ignored, named):
-    comparison = compare(attention([ignored]), **OPTIONS)
+    comparison = compare(attention([ignored]), longest=7, **OPTIONS)
     assert comparison.first.case.startswith(ignored) or ignored in comparison.first.case
     assert len(comparison.first.mistakes) == 1 and named in comparison.first.hint, f"\n{comparison}"
 
 
 def test_a_function_that_heeds_all_parameters_agrees():
-    comparison = compare(attention(), **OPTIONS)
+    comparison = compare(attention(), longest=65, **OPTIONS)
     assert comparison.agrees and comparison.parameters == (), f"\n{comparison}"
     assert comparison.untried == ("mask of numbers",)  # attn_mask, as in torch, but of booleans alone
     assert not comparison.is_complete and "which this one need not be" in comparison.conclusion
@@ -61,14 +61,14 @@ def test_a_function_that_heeds_all_parameters_agrees():
 
 def test_a_wrong_scale_is_named_though_another_parameter_is_ignored():
     wrong = attention(["softcap"])
-    comparison = compare(lambda q, k, v, softcap=0.0: wrong(q / 2, k, v, softcap=softcap), framework="torch")
+    comparison = compare(lambda q, k, v, softcap=0.0: wrong(q / 2, k, v, softcap=softcap), framework="torch", longest=7)
     assert comparison.first.mistakes == ("the scores are multiplied by 0.5, besides their scale",)
     assert next(result for result in comparison.results if result.case == "softcap=2.5").agrees is False
 
 
 def test_a_causal_flag_beside_a_mask_is_no_disagreement():
     """Some libraries exclude the two, or ignore one."""
-    comparison = compare(attention(excludes=True), **OPTIONS)
+    comparison = compare(attention(excludes=True), longest=7, **OPTIONS)
     assert comparison.agrees
     assert {"is_causal=True with a mask", "mask of numbers"} <= {*comparison.untried}
 
@@ -79,17 +79,17 @@ def test_a_value_that_is_refused_is_not_tried():
             raise NotImplementedError
         return attention()(q, k, v)
 
-    comparison = compare(attend, framework="torch")
+    comparison = compare(attend, framework="torch", longest=7)
     assert comparison.agrees and comparison.parameters == ("is_causal",)
     with pytest.warns(UserWarning, match="the parameter is_causal"):
-        assert_agrees(attend, framework="torch")
+        assert_agrees(attend, framework="torch", longest=7)
 
 
 def test_parameters_of_unknown_meaning_are_not_tried():
     def attend(q, k, v, attn_mask=None, is_causal=False, temperature=1.0, *, scale=True, window_size=None):
         return attention()(q, k, v, attn_mask, is_causal=is_causal)
 
-    comparison = compare(attend, framework="torch", mask_means="block")
+    comparison = compare(attend, framework="torch", mask_means="block", longest=7)
     assert comparison.agrees and comparison.parameters == ("temperature", "scale", "window_size")
     assert comparison.conclusion.splitlines()[0].endswith("the parameters temperature, scale, window_size")
 
@@ -100,7 +100,7 @@ def test_a_flag_is_not_passed_beside_a_mask_unless_a_case_is_about_it():
             raise ValueError
         return attention()(q, k, v, attn_mask, is_causal=is_causal or False)
 
-    comparison = compare(attend, framework="torch", mask_means="block")
+    comparison = compare(attend, framework="torch", mask_means="block", longest=7)
     assert comparison.agrees and comparison.parameters == ()
 
 
@@ -108,18 +108,18 @@ def test_masks_of_numbers_are_added():
     def attend(q, k, v, mask=None):
         return attention()(q, k, v, None if mask is None else mask == -torch.inf)
 
-    first = compare(attend, framework="torch", mask_means="add").first
+    first = compare(attend, framework="torch", mask_means="add", longest=7).first
     assert first.case == "mask of numbers"
     assert first.mistakes == ("the numbers of a mask of numbers are not added to the scores",)
 
 
 def test_all_parameters_of_torch_are_tried_but_those_without_a_fixed_result():
-    assert compare(nn.MultiheadAttention).is_complete
-    assert compare(functional.scaled_dot_product_attention).parameters == ("dropout_p", "enable_gqa")
+    assert compare(nn.MultiheadAttention, longest=7).is_complete
+    assert compare(functional.scaled_dot_product_attention, longest=7).parameters == ("dropout_p", "enable_gqa")
 
 
 def test_a_cache_that_is_not_passed_is_not_tried():
     def attend(q, k, v, use_cache=False):
         return attention()(q, k, v, is_causal=True)
 
-    assert compare(attend, framework="torch", causal=True).parameters == ("use_cache",)
+    assert compare(attend, framework="torch", causal=True, longest=7).parameters == ("use_cache",)

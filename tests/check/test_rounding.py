@@ -29,7 +29,7 @@ def test_steps_in_half_precision_are_told_from_rounding(attend, named):
     def candidate(query, key, value):
         return attend(query, key, value, query @ key.mT / query.shape[-1] ** 0.5)
 
-    explanation = compare(candidate, framework="torch", d_model=15).first.explanation
+    explanation = compare(candidate, framework="torch", d_model=15, longest=7).first.explanation
     assert (explanation.mistakes, explanation.equals) == ((named,), ())
 
 
@@ -67,7 +67,7 @@ def test_steps_in_half_precision_are_told_from_rounding(attend, named):
 def test_steps_that_a_candidate_in_half_precision_rounds_are_told(dtype, attend, rounding):
     """Each agrees, since its errors are no larger than those of correct implementations that round elsewhere."""
     comparison = compare(
-        lambda query, key, value: attend(query, key, value, 5**-0.5), framework="torch", dtype=dtype, d_model=15, longest=65
+        lambda query, key, value: attend(query, key, value, 5**-0.5), framework="torch", dtype=dtype, d_model=15, longest=7
     )
     assert comparison.agrees
     assert comparison.rounding == (rounding or "").replace("{}", dtype)
@@ -75,14 +75,12 @@ def test_steps_that_a_candidate_in_half_precision_rounds_are_told(dtype, attend,
 
 
 def test_a_scale_that_is_a_power_of_2_does_not_show_where_scores_are_rounded():
-    comparison = compare(
-        lambda query, key, value: (query @ key.mT / 2).softmax(-1) @ value, framework="torch", dtype="bfloat16", longest=65
-    )
+    comparison = compare(lambda query, key, value: (query @ key.mT / 2).softmax(-1) @ value, framework="torch", dtype="bfloat16", longest=7)
     assert comparison.rounding.startswith("scores are rounded to bfloat16; weights are rounded")
 
 
 def test_roundings_of_float32_are_not_told():
-    assert not compare(lambda query, key, value: (query @ key.mT / 2).softmax(-1) @ value, framework="torch", longest=65).rounding
+    assert not compare(lambda query, key, value: (query @ key.mT / 2).softmax(-1) @ value, framework="torch", longest=7).rounding
 
 
 def test_a_factor_in_half_precision_is_told_from_others_within_the_tolerance():
@@ -91,7 +89,7 @@ def test_a_factor_in_half_precision_is_told_from_others_within_the_tolerance():
     def attend(query, key, value):
         return (query.float() @ key.float().mT * 0.758).softmax(-1).bfloat16() @ value
 
-    first = compare(attend, framework="torch", dtype="bfloat16").first
+    first = compare(attend, framework="torch", dtype="bfloat16", longest=7).first
     assert first.mistakes[0].startswith("the scores are divided by about 1.31")
     assert "this is what comes out, as far as bfloat16 shows, when" in first.hint and not first.explanation.equals
 
@@ -101,9 +99,9 @@ def test_a_blocking_number_that_float16_cannot_hold_has_a_hint():
         scores = query @ key.mT / 2
         return (scores if attend_mask is None else scores.masked_fill(~attend_mask, -1e9)).softmax(-1) @ value
 
-    first = compare(attend, framework="torch", mask_shape="q,k", dtype="float16").first
+    first = compare(attend, framework="torch", mask_shape="q,k", dtype="float16", longest=7).first
     assert "larger than float16 can hold" in first.hint and "RuntimeError" in first.got
-    assert compare(attend, framework="torch", mask_shape="q,k", dtype="bfloat16", longest=65).agrees
+    assert compare(attend, framework="torch", mask_shape="q,k", dtype="bfloat16", longest=7).agrees
 
 
 @pytest.mark.parametrize("factor", [1.0, 1.5])

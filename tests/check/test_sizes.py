@@ -35,15 +35,15 @@ class Attention(nn.Module):
 def test_a_name_that_holds_in_one_size_is_not_given():
     """sqrt(head_dim + 8) is sqrt(d_model) for 3 heads of 4 numbers."""
     wrong = type("Wrong", (Attention,), {"scale": lambda self, scores, d: scores / (d + 8) ** 0.5})
-    assert compare(wrong).first.mistakes == ()
+    assert compare(wrong, longest=7).first.mistakes == ()
     right_name = type("Wrong", (Attention,), {"scale": lambda self, scores, d: scores / (d * self.num_heads) ** 0.5})
-    assert compare(right_name).first.mistakes == ("the scores are divided by sqrt(d_model) and not by sqrt(head_dim)",)
+    assert compare(right_name, longest=7).first.mistakes == ("the scores are divided by sqrt(d_model) and not by sqrt(head_dim)",)
 
 
 def test_the_sizes_of_an_instance_are_said():
     wrong = type("Wrong", (Attention,), {"scale": lambda self, scores, d: scores})
-    assert "(tried with" not in compare(wrong).first.hint
-    first = compare(wrong(20, 4)).first
+    assert "(tried with" not in compare(wrong, longest=7).first.hint
+    first = compare(wrong(20, 4), longest=7).first
     assert first.hint == "this is what comes out when the scores are not divided by sqrt(head_dim) (tried with 4 heads of 5 numbers alone)"
 
 
@@ -57,10 +57,10 @@ class ZeroesPadded(Attention):
 
 def test_a_mistake_that_alone_changes_nothing_is_not_named_beside_another(monkeypatch):
     """Without a mask, a bias of the keys changes no weight; scores of 0 for padded keys look as if it were left out."""
-    first = compare(ZeroesPadded, padding_means="attend").first
+    first = compare(ZeroesPadded, padding_means="attend", longest=7).first
     assert first.mistakes == ("the inputs of padded keys are multiplied by 0, and padded keys are not blocked",)
     monkeypatch.delitem(MISTAKES, "padded inputs + blocked")
-    assert compare(ZeroesPadded, padding_means="attend").first.mistakes == ()
+    assert compare(ZeroesPadded, padding_means="attend", longest=7).first.mistakes == ()
 
 
 class CausalWithoutCache(Attention):
@@ -75,7 +75,7 @@ class CausalWithoutCache(Attention):
 @pytest.mark.parametrize(("heads", "width"), [(8, 8), (3, 4)])
 def test_a_size_that_equals_a_length_is_not_named(heads, width):
     spec = LayerSpec(d_model=heads * width, num_heads=heads)
-    assert compare(CausalWithoutCache, spec=spec, causal=True).first.mistakes == (
+    assert compare(CausalWithoutCache, spec=spec, causal=True, longest=7).first.mistakes == (
         "in a call with a cache, queries see later rows of the call",
     )
 

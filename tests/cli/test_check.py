@@ -297,7 +297,7 @@ def test_a_parameter_that_is_not_tried_is_named_and_makes_the_exit_code_3(packag
 
 
 def test_the_first_disagreement_of_a_wrong_module_is_shown(package):
-    done = check_module(package, "--module", "theirs:Right", "--module", "theirs:Unscaled")
+    done = check_module(package, "--module", "theirs:Right", "--module", "theirs:Unscaled", "--longest", "7")
     shown = done.stdout.decode()
     assert done.returncode == 1
     assert shown.index("theirs:Unscaled disagrees with the reference in ") < shown.index("hint: ") < shown.index("largest error")
@@ -305,11 +305,11 @@ def test_the_first_disagreement_of_a_wrong_module_is_shown(package):
     assert "hint: this is what comes out when the scores are not divided by sqrt(head_dim)" in shown
     assert shown.count(" agrees with the reference") == 1
     assert shown.count("largest error") == 1  # the cases of the one that is wrong
-    assert b"largest error" in check_module(package, "--module", "theirs:Right", "--verbose").stdout
+    assert b"largest error" in check_module(package, "--module", "theirs:Right", "--verbose", "--longest", "7").stdout
 
 
 def test_cases_that_are_not_tried_are_in_one_sentence_and_each_in_the_table_if_verbose(package):
-    given = ["--module", "theirs:Unscaled"]
+    given = ["--module", "theirs:Unscaled", "--longest", "7"]
     shown, verbose = (check_module(package, *given, *more).stdout.decode() for more in ([], ["--verbose"]))
     sentence = "not tried: mask, causal mask, padded keys, packed sequences, since no parameter is known for them"
     assert sentence in shown and "not run" not in shown
@@ -317,7 +317,7 @@ def test_cases_that_are_not_tried_are_in_one_sentence_and_each_in_the_table_if_v
 
 
 def test_the_report_fits_80_columns_and_begins_with_the_verdict(package):
-    done = run_attend("check", "--module", "theirs:Unscaled", cwd=package, env={**WIDE, "COLUMNS": "80"})
+    done = run_attend("check", "--module", "theirs:Unscaled", "--longest", "7", cwd=package, env={**WIDE, "COLUMNS": "80"})
     lines = done.stdout.decode().splitlines()
     assert lines[0].startswith("theirs:Unscaled disagrees with the reference in ")
     assert lines[1].startswith("first wrong step: scaled_products: ") and lines[2].startswith("  line ")
@@ -337,15 +337,15 @@ def test_a_line_of_progress_appears_on_terminals_alone():
 
 
 def test_python_runs_the_command(package):
-    done = subprocess.run(
-        [sys.executable, "-m", "attend", "check", "--module", "theirs:Unscaled"], cwd=package, env=WIDE, capture_output=True, check=False
-    )
+    command = [sys.executable, "-m", "attend", "check", "--module", "theirs:Unscaled", "--longest", "7"]
+    done = subprocess.run(command, cwd=package, env=WIDE, capture_output=True, check=False)
     assert done.returncode == 1 and b"not divided by sqrt(head_dim)" in done.stdout
 
 
 def test_the_printed_command_repeats_the_whole_check(package):
     """With every convention, quoted for a shell, and the seed of the round that disagreed."""
-    given = ["--module", "./theirs.py:Lettered", "--with", 'weights={"query": "a", "key": "c", "value": "b"}', "--with", "num_heads=2"]
+    weights = 'weights={"query": "a", "key": "c", "value": "b"}'
+    given = ["--module", "./theirs.py:Lettered", "--longest", "7", "--with", weights, "--with", "num_heads=2"]
     done = check_module(package, *given, "--seed", "4", "--cases", "20")
     again = done.stdout.decode().splitlines()[-1].removeprefix("again: ")
     assert done.returncode == 1 and shlex.split(again) == ["attend", "check", *given, "--seed", "4"]
@@ -354,10 +354,10 @@ def test_the_printed_command_repeats_the_whole_check(package):
 
 
 def test_unknown_names_of_weights_are_found_and_can_be_mapped(package):
-    found = check_module(package, "--module", "theirs.py:Lettered")
+    found = check_module(package, "--module", "theirs.py:Lettered", "--longest", "7")
     assert found.returncode == 3 and "a is the weight of query; b is the weight of key; c is the weight of value" in found.stdout.decode()
     names = 'weights={"query": "a", "key": "b", "value": "c"}'
-    assert check_module(package, "--module", "theirs.py:Lettered", "--with", names).returncode == 3
+    assert check_module(package, "--module", "theirs.py:Lettered", "--longest", "7", "--with", names).returncode == 3
 
 
 def test_the_help_has_every_convention_and_its_values(package):

@@ -289,14 +289,14 @@ def check(folder: Path, name: str, spec: object, options: list[str], *more: str)
 @functools.cache
 def report(folder: Path, name: str, spec: str, options: tuple[str, ...]):
     """What --json prints of a wrong candidate, which is checked once for all tests."""
-    done = check(folder, name, spec, list(options), "--json")
+    done = check(folder, name, spec, list(options), "--json", "--longest", "7")
     assert done.returncode == 1, done.stdout.decode() + done.stderr.decode()
     return json.loads(done.stdout)["modules"][0]
 
 
 @pytest.mark.parametrize(("name", "spec", "options"), RIGHT)
 def test_correct_candidates_agree(folder, name, spec, options):
-    done = check(folder, name, spec, options, "--allow-skipped")
+    done = check(folder, name, spec, options, "--allow-skipped", "--longest", "33")
     assert done.returncode == 0, done.stdout.decode() + done.stderr.decode()
     assert b"agrees with the reference in " in done.stdout
 
@@ -322,7 +322,7 @@ def test_sequences_that_leak_across_segments_are_named_where_they_are_packed(fol
 
 def test_a_spec_may_be_in_a_file_and_the_printed_command_names_it(folder):
     (folder / "spec.json").write_text(json.dumps(ROTARY))
-    done = check(folder, "Unscaled", "spec.json", CAUSAL, "--seed", "3")
+    done = check(folder, "Unscaled", "spec.json", CAUSAL, "--seed", "3", "--longest", "7")
     again = shlex.split(done.stdout.decode().splitlines()[-1].removeprefix("again: attend "))
     assert again[:5] == ["check", "--module", "mine.py:Unscaled", "--spec", "spec.json"]
     assert run_attend(*again, cwd=folder).stdout == done.stdout

@@ -16,7 +16,7 @@ import numpy as np
 
 from attend.check.arrays import as_array, as_float64, describe, dtype_of
 from attend.check.cases import CaseKind, CheckCase
-from attend.check.convention import Alignment, Convention, Polarity
+from attend.check.convention import Alignment, Convention, Polarity, mask_polarity
 from attend.check.layer import Layer
 from attend.check.signatures import FUNCTIONS
 from attend.check.weights import is_matrix
@@ -69,7 +69,6 @@ class Adapter:
     function: Callable[..., Any]
     signature: inspect.Signature
     roles: dict[str, str]  # role -> parameter
-    polarities: dict[str, Polarity]  # of the roles mask and padding
     convention: Convention
     framework: str
     dtype: str
@@ -80,7 +79,6 @@ class Adapter:
     heads_given: bool = False  # whether query, key and value are passed as heads, already projected
     matrices: Mapping[str, Array] = field(default_factory=dict)  # canonical weights, for a function that takes them as arguments
     is_torch: bool = False  # whether it is torch's own function or module
-    adds_numbers: bool = False  # whether the parameter mask takes any numbers and adds them to the scores
     may_add_numbers: bool = False  # whether it may, since its signature is that of torch's function
     others: tuple[str, ...] = ()  # parameters that have a default and no known role
     new_cache: Callable[[], Any] | None = None  # makes the cache of the first call, which calls change in place
@@ -89,6 +87,17 @@ class Adapter:
     def required(self) -> set[str]:
         """The roles of the parameters that every call has to pass."""
         return {role for role, name in self.roles.items() if self.signature.parameters[name].default is inspect.Parameter.empty}
+
+    def polarity(self, role: str) -> Polarity:
+        """What true in the mask of the role mask or padding means."""
+        return mask_polarity(self.convention, self.roles[role], padding=role == "padding") or "attend"
+
+    @property
+    def adds_numbers(self) -> bool:
+        """Whether the parameter mask takes any numbers and adds them to the scores."""
+        like = self.convention.like
+        known = self.is_torch or (like is not None and FUNCTIONS[like].adds_numbers)
+        return known or ("mask" in self.roles and self.polarity("mask") == "add")
 
     @property
     def aligned(self) -> Alignment | None:
@@ -268,10 +277,10 @@ class Adapter:
     def _mask(self, mask: Array, role: str) -> Any:
         """A mask [b, q, k], true = may attend, in the shape and polarity of the candidate."""
         mask = self._in_mask_shape(mask, role)
-        if self.polarities[role] == "add":
+        if self.polarity(role) == "add":
             return self._tensor(np.where(mask, 0.0, -np.inf), self.dtype)
         dtype = {"bool": "bool", "int": "int64", "float": self.dtype}[self.convention.mask_dtype]
-        return self._tensor(mask if self.polarities[role] == "attend" else ~mask, dtype)
+        return self._tensor(mask if self.polarity(role) == "attend" else ~mask, dtype)
 
     def _in_mask_shape(self, mask: Array, role: str) -> Array:
         """[b, q, k] in the shape that the parameter takes."""

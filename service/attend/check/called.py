@@ -8,7 +8,7 @@ from typing import Any
 
 from attend.check.adapter import Adapter
 from attend.check.arrays import dtype_of, is_module
-from attend.check.convention import Convention, Polarity, find_roles, mask_polarity, other_parameters
+from attend.check.convention import Convention, Polarity, find_roles, other_parameters
 from attend.check.signatures import FUNCTIONS, known_arguments
 
 SDPA = ("is_causal", "dropout_p", "scale", "enable_gqa")  # parameters that show that `attn_mask` may be as in torch's function
@@ -26,18 +26,13 @@ def make_adapter(candidate: Any, convention: Convention, framework: str, heads: 
     convention = replace(convention, mask_means=convention.mask_means or polarity, padding_means=convention.padding_means or polarity)
     function, signature = _function_and_signature(candidate, convention)
     roles = find_roles(signature, known_arguments(convention, signature))
-    polarities: dict[str, Polarity] = {
-        r: mask_polarity(convention, roles[r], padding=r == "padding") or "attend" for r in ("mask", "padding") if r in roles
-    }
     others = SDPA_OTHERS if polarity == "attend" else other_parameters(signature, roles)
-    adds_numbers = convention.like is not None and FUNCTIONS[convention.like].adds_numbers
     first = next(iter(candidate.parameters()), None) if is_module(candidate) else None
     dtype = convention.dtype or ("float64" if framework == "numpy" else "float32")
     return Adapter(
         function=function,
         signature=signature,
         roles=roles,
-        polarities=polarities,
         convention=convention,
         framework=framework,
         dtype=dtype if first is None else dtype_of(first),
@@ -46,7 +41,6 @@ def make_adapter(candidate: Any, convention: Convention, framework: str, heads: 
         heads=heads or 1,
         is_torch=polarity is not None,
         may_add_numbers=roles.get("mask") == "attn_mask" and not signature.parameters.keys().isdisjoint(SDPA),
-        adds_numbers=polarity is not None or polarities.get("mask") == "add" or adds_numbers,
         others=others,
     )
 

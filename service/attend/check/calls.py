@@ -14,6 +14,7 @@ from attend.check.cases import CheckCase
 from attend.check.computation import RELATIVE, Computation, Expected
 from attend.check.convention import Alignment
 from attend.check.explanation import Observation
+from attend.check.layer import Known
 from attend.check.lengths import Sweep
 from attend.check.low_precision import HALF
 from attend.check.spread import Measure, Spread, spread_of
@@ -241,6 +242,7 @@ class ComparedCase:
     """A case, what the reference computes for it, and the candidate's outputs."""
 
     right: Computation
+    expected: Expected
     outputs: Sequence[ComparedOutput]
     seconds: float = 0.0  # of this thread, that the candidate took
 
@@ -278,7 +280,8 @@ def call(candidate: Candidate, case: CheckCase) -> ComparedCase:
     dtype = max((candidate.adapter.dtype, result.dtype), key=lambda name: RELATIVE.get(name, 0.0))
     averaged = result.has_averaged_weights or bool(case.passed.get("average"))
     relative = options.tolerance if options.tolerance or not case.relative else RELATIVE.get(dtype, 0.0) + case.relative
-    right = Computation(case.layer(candidate.spec), candidate.weights, case, dtype, relative, averaged)
+    known = Known(is_complete=case.group in ("lengths", "widths"))  # which are many and large, and no mistake is looked for in them
+    right = Computation(case.layer(candidate.spec), candidate.weights, case, dtype, relative, averaged, known=known)
     expected = right.run()
     moved = (
         spread_of(right, expected, rounds_inputs=candidate.adapter.dtype != dtype)
@@ -290,7 +293,7 @@ def call(candidate: Candidate, case: CheckCase) -> ComparedCase:
         for name, x in expected.outputs.items()
         if (y := got[name]) is not None
     ]
-    return ComparedCase(right, outputs, seconds)
+    return ComparedCase(right, expected, outputs, seconds)
 
 
 def _bounds(name: str, expected: Expected, moved: Spread | None) -> tuple[float, bool]:

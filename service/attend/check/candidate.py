@@ -49,6 +49,7 @@ from attend.spec_parts import PROJECTIONS
 from attend.tensors import Array
 
 GROUPS: tuple[Group, ...] = ("short", "parameters", "long")
+OF_CALLS = ("mask_means", "mask_shape", "mask_dtype", "padding_means", "causal", "query_offset", "residual")  # conventions of calls alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +61,18 @@ class Candidate:
     weights: Mapping[str, Array]  # canonical names
     module: Any  # the torch module, or None
 
+    def called_by(self, convention: Convention) -> "Candidate":
+        """The same candidate, called by a convention that differs in OF_CALLS alone."""
+        changed = {name: getattr(convention, name) for name in OF_CALLS}
+        changed = {
+            name: value for name, value in changed.items() if value is not None or not name.endswith("_means")
+        }  # torch's own are known
+        return replace(self, adapter=replace(self.adapter, convention=replace(self.adapter.convention, **changed)))
+
     def draw_cases(self, seed: int, groups: Collection[Group] = GROUPS, lengths: Lengths | None = None) -> Iterator[CheckCase]:
         """The cases of these groups; the adapter cannot call the candidate on those with a `skip_reason`."""
         adapter, roles = self.adapter, self.adapter.roles
-        draw = self._draw(seed, lengths)
+        draw = self.draw(seed, lengths)
         decodes = not roles.keys().isdisjoint({"cache", "first_position"})
         drawn = [draw_short_cases(draw, decodes=decodes, packs_keys="key_boundaries" in roles)] if "short" in groups else []
         if "parameters" in groups:
@@ -78,23 +87,23 @@ class Candidate:
 
     def draw_partial_cases(self, seed: int) -> Iterator[CheckCase]:
         """Cases on which most mistakes change nothing."""
-        yield from map(self._as_passed, draw_partial_cases(self._draw(seed, None)))
+        yield from map(self._as_passed, draw_partial_cases(self.draw(seed)))
 
     def draw_sweeps(self, seed: int, longest: int) -> Iterator[Sweep]:
         """Calls of many lengths and widths, with at most `longest` rows."""
         adapter, longest = self.adapter, longest if "mask" not in self.adapter.required else 0
-        for sweep in draw_sweeps(self._draw(seed, None), adapter.roles, longest, widths=adapter.heads_given):
+        for sweep in draw_sweeps(self.draw(seed), adapter.roles, longest, widths=adapter.heads_given):
             yield replace(sweep, cases=tuple(map(self._as_passed, sweep.cases)))
 
     def draw_alignments(self, seed: int) -> Iterator[dict[Alignment, CheckCase]]:
         """Causal calls with fewer and with more queries than keys, if a parameter makes them causal."""
         roles, causal = self.adapter.roles, self.adapter.convention.causal
         if {"causal", "key"} <= roles.keys() and not causal and not self.spec.positional and "mask" not in self.adapter.required:
-            for cases in draw_alignments(self._draw(seed, None), roles["causal"]):
+            for cases in draw_alignments(self.draw(seed), roles["causal"]):
                 if not self.adapter.skip_reason(cases["top-left"]):
                     yield {alignment: self._as_passed(case) for alignment, case in cases.items()}
 
-    def _draw(self, seed: int, lengths: Lengths | None) -> Draw:
+    def draw(self, seed: int, lengths: Lengths | None = None) -> Draw:
         """What draws the cases of this candidate."""
         roles, convention = self.adapter.roles.keys(), self.adapter.convention
         per_item = convention.mask_shape.startswith("b")

@@ -5,9 +5,10 @@ flat nor one-hot whatever the weights are; a norm of queries and keys makes scor
 widths all differ. The last cases are longer than the tiles of a kernel: their numbers of keys are no multiples of a tile.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
 
@@ -21,6 +22,7 @@ CROSS = 113  # keys of a long cross-attention: tiles of 16, 32 and 64 leave 1, 1
 ENOUGH_QUERIES = 64  # of which one has a score that is near the largest
 CaseKind = Literal["plain", "mask", "causal", "padding", "segments", "numbers"]
 Group = Literal["short", "parameters", "long", "lengths", "widths"]
+T = TypeVar("T")
 ALL = np.ones((), bool)  # the mask of a case without one
 
 
@@ -189,6 +191,19 @@ class Draw:
         return np.asarray(1 + np.arange(self.queries) * parts[:, None] // self.queries)
 
 
+class Repeatable(Generic[T]):
+    """Things that are made when they are first asked for, and kept."""
+
+    def __init__(self, source: Iterable[T]) -> None:
+        self.source, self.made = iter(source), list[T]()
+
+    def __iter__(self) -> Iterator[T]:
+        yield from self.made
+        for x in self.source:
+            self.made.append(x)
+            yield x
+
+
 def lengths_for(spec: LayerSpec, *, batched: bool = True, larger: bool = False, like: Lengths | None = None) -> Lengths:
     """The lengths of short cases: the usual ones, or those `like` others. `larger`: one item and one query more, which tells a size from a
     constant. The layer may have a fixed number of rows."""
@@ -260,7 +275,9 @@ def _scaled(case: CheckCase, spec: LayerSpec, weights: Mapping[str, Array], dtyp
     for _ in range(64):
         if largest / 2 <= highest <= largest * 2:
             break
-        factor = 2**0.5 if highest < largest else 0.5**0.5  # scores are products of two inputs
+        ratio = largest / highest if 0 < highest < math.inf else 2.0
+        powers = max(1, math.ceil(abs(math.log2(ratio)) - 1))
+        factor = 2 ** (powers / 2 if highest < largest else -powers / 2)  # scores are products of two inputs
         scaled = replace(case, query=case.query * factor, key=case.key * factor, value=case.value * factor)
         before, highest = highest, _highest_score(scaled, spec, weights)
         if abs(highest - before) < 0.1 * abs(before):  # a norm or a softcap bounds the scores

@@ -45,7 +45,7 @@ def change_scale(scale: Callable[[Computation], float]) -> Change:
 
     def change(c: Computation) -> Computation:
         changed = scale(c)
-        if math.isclose(changed, c.spec.scale):
+        if math.isclose(changed, c.scale):
             raise Impossible
         return c.with_scale(changed)
 

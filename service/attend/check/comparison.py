@@ -1,7 +1,7 @@
 """Compares a candidate with the reference in every case, and explains the first disagreement."""
 
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
@@ -14,7 +14,7 @@ from attend.check.adapter import CallFailed
 from attend.check.alignment import WORDS
 from attend.check.calls import Calls, CaseResult, ComparedCase, ComparedOutput, Failure, call, observe
 from attend.check.candidate import Candidate, load_candidate, prepare
-from attend.check.cases import CheckCase, Group, lengths_for
+from attend.check.cases import CheckCase, Group, Repeatable, lengths_for
 from attend.check.convention import make_convention
 from attend.check.divergence import Divergence, FirstWrongStep, first_wrong_step
 from attend.check.explanation import Explanation, Observation, OtherSizes, explain, explain_in_turn
@@ -79,7 +79,7 @@ def compare(
             return replace(comparison, disagreements=(wrong_gradient,))
         evidence = _evidence(called.compared)
         groups = tuple({x.right.case.group: None for x in evidence})
-        further = _observe_further(prepared, seed, groups)
+        further = Repeatable(_observe_further(prepared, seed, groups))
         elsewhere = cache(
             partial(_in_other_sizes, prepared, partial(in_other_sizes, loaded, spec, convention, prepared, seed), seed, groups)
         )
@@ -203,7 +203,7 @@ def _changing(prepared: Candidate, compared: Sequence[ComparedCase]) -> Disagree
 def _explained(
     compared: Sequence[ComparedCase],
     step: FirstWrongStep | None,
-    further: Iterator[Observation],
+    further: Iterable[Observation],
     elsewhere: Callable[[], OtherSizes],
 ) -> Sequence[Disagreement]:
     """The first disagreement with the explanation of all; without one, a wrong shape is a disagreement of its own."""
@@ -212,15 +212,16 @@ def _explained(
         return ()
     if not any(_is_far(x) for x in wrong):  # only as many small errors show it, which mistakes are not told apart by
         return (replace(_disagreement(wrong[0], Explanation()), hint=_words([x.wrong for x in wrong])),)
-    if explanation := explain([x.observation for x in compared], further, elsewhere, () if step is None else step.names):
+    observed = [x.observation for x in compared]
+    observed_shaped = [observation for x, observation in zip(compared, observed, strict=True) if x.has_shapes]
+    if explanation := explain(observed, further, elsewhere, () if step is None else step.names):
         return (_disagreement(wrong[0], explanation, step),)
-    in_turn = explain_in_turn([x.observation for x in compared if x.has_shapes], further, elsewhere())
-    if in_turn:
+    if in_turn := explain_in_turn(observed_shaped, further, elsewhere):
         first = [next(x for x in wrong if x.observation.is_unmasked == is_unmasked) for is_unmasked in (True, False)]
         return tuple(map(_disagreement, first, in_turn, (step, None)))
     shaped, misshaped = ([x for x in wrong if x.has_shapes == has_shapes] for has_shapes in (True, False))
     if shaped and misshaped:
-        explanation = explain([x.observation for x in compared if x.has_shapes], further, elsewhere)
+        explanation = explain(observed_shaped, further, elsewhere)
     return [_disagreement(x, explanation, step) for x in (*shaped[:1], *misshaped[:1])]
 
 
@@ -255,7 +256,7 @@ def _in_other_sizes(prepared: Candidate, make: Callable[[], Candidate | None], s
     lengths = other_lengths(drawn.spec, batched=drawn.adapter.convention.batched)
     observed = observe(drawn, drawn.draw_cases(seed + 7_000_003, groups, lengths))
     heads, width = prepared.spec.num_heads, prepared.spec.head_dim
-    return OtherSizes(tuple(observed), "" if other is not None else f"{heads} head{'s' if heads > 1 else ''} of {width} numbers")
+    return OtherSizes(Repeatable(observed), "" if other is not None else f"{heads} head{'s' if heads > 1 else ''} of {width} numbers")
 
 
 def _observe_further(prepared: Candidate, seed: int, groups: Collection[Group]) -> Iterator[Observation]:
@@ -298,7 +299,7 @@ def _disagreement(compared: ComparedCase, explanation: Explanation, step: FirstW
 def _is_far(compared: ComparedCase) -> bool:
     """Whether a number is so wrong that no rounding of the dtype explains it."""
     wrong = compared.wrong
-    return wrong is not None and not compared.right.run().agrees(wrong.name, wrong.got)
+    return wrong is not None and not compared.expected.agrees(wrong.name, wrong.got)
 
 
 def _words(wrong: Sequence[ComparedOutput | None]) -> str:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from attend.attention.reference.forward import Outputs, features_of, inputs_of, 
 from attend.check.cases import CheckCase
 from attend.check.chunks import in_chunks
 from attend.check.divergence import RunStep
-from attend.check.layer import Layer
+from attend.check.layer import Known, Layer
 from attend.check.low_precision import EVERY_STEP, NUDGE, in_low_precision
 from attend.spec import LayerSpec
 from attend.tensors import Array
@@ -38,6 +38,7 @@ class Expected:
     largest: Mapping[str, float]  # max|x| of each
     tolerances: Mapping[str, float | Array]  # an array: of each number
     dtype: str = "float64"
+    largest_score: float = 0.0  # max|x| of the scores
 
     def agrees(self, name: str, got: Array) -> bool:
         """Whether an output of a candidate has these numbers. It may have fewer queries: rows do not depend on each other."""
@@ -98,6 +99,8 @@ class Computation:
     factor: float = 1.0  # on the output
     returned: str = "attention_weights"  # which output is compared with the weights
     rounded: tuple[str, frozenset[str]] | None = None  # a dtype, and which numbers are rounded to it
+    other_scale: float | None = None  # in place of the layer's factor on the scores
+    known: Known = field(default_factory=Known)  # of the computation without mistakes
 
     @np.errstate(all="ignore")
     def steps(self) -> list[RunStep]:
@@ -117,15 +120,20 @@ class Computation:
 
     def with_scale(self, scale: float) -> "Computation":
         """The computation with another factor on the scores."""
-        return replace(self, spec=self.spec.model_copy(update={"scale": scale}))
+        return replace(self, other_scale=scale)
+
+    @property
+    def scale(self) -> float:
+        """The factor on the scores."""
+        return self.spec.scale if self.other_scale is None else self.other_scale
 
     def scores(self) -> Array:
         """The scores [b, h, q, k], -inf where a key is blocked."""
         return self._attend().scores
 
-    def output(self) -> Array:
-        """The output alone."""
-        return self._outputs(self._attend())["output"]
+    def outputs(self) -> Mapping[str, Array]:
+        """What it returns, without tolerances."""
+        return self._outputs(self._attend())
 
     def run(self) -> Expected:
         """What it returns, with weights 0 in rows without a key. ValueError: shapes for which a change is impossible."""
@@ -157,13 +165,13 @@ class Computation:
         """How far the outputs move, times 16, if the inputs are moved by their rounding: a mistake may enlarge that."""
         unit, draw = 2.0**-52 if self.dtype == "float64" else 2.0**-23, np.random.default_rng(0).uniform
         moved = {name: x * (1 + unit * draw(-1, 1, x.shape)) for name in ("query", "key", "value") for x in [getattr(self.case, name)]}
-        one, two = self.run(), replace(self, case=replace(self.case, **moved)).run()
-        return {name: 16 * _largest(two.outputs[name] - x) for name, x in one.outputs.items()}
+        one, two = self.outputs(), replace(self, case=replace(self.case, **moved)).outputs()
+        return {name: 16 * _largest(two[name] - x) for name, x in one.items()}
 
     def noise(self) -> dict[str, float]:
         """The root mean square of what the outputs change if every step is rounded to the candidate's half precision."""
         rounded = replace(self, rounded=(self.dtype, EVERY_STEP))
-        exact, moved = self._outputs(self._attend()), rounded._outputs(rounded._attend())
+        exact, moved = self.outputs(), rounded.outputs()
         return {name: root_mean_square(moved[name] - x) for name, x in exact.items()}
 
     def _with_finite_scores(self, fill: float) -> "Computation":
@@ -184,11 +192,15 @@ class Computation:
     @property
     def _call(self) -> ReferenceCall:
         """The call as the reference gets it."""
+        call: ReferenceCall = self.known.result(self._make_call, self.case, self.added, self.other_scale)
+        return call
+
+    def _make_call(self) -> ReferenceCall:
         case = self.case
         visible = case.visible & case.exists if case.chunks else case.visible
         mask = None if visible.all() else visible
         inputs: dict[str, Any] = {"query": case.query, "key": case.key, "value": case.value, "query_offset": case.query_offset}
-        return ReferenceCall(**inputs, attend_mask=mask, bias=self._bias)
+        return ReferenceCall(**inputs, attend_mask=mask, bias=self._bias, scale=self.other_scale)
 
     @np.errstate(all="ignore")
     def _attend(self, nudge: float = 0.0) -> Outputs:
@@ -197,8 +209,8 @@ class Computation:
         layer = self.layer if self.rounded is None else in_low_precision(self.layer, *self.rounded, nudge)
         if case.chunks and layer is not Layer:
             with suppress(ValueError):
-                return in_chunks(layer, case)(self.spec, self.weights).attend(call)
-        return layer(self.spec, self.weights).attend(call)
+                return in_chunks(layer, case)(self.spec, self.weights, self.known).attend(call)
+        return layer(self.spec, self.weights, self.known).attend(call)
 
     @np.errstate(all="ignore")
     def _expected(self, result: Outputs, fill: float = LARGE[0]) -> Expected:
@@ -213,7 +225,7 @@ class Computation:
         for nudge in () if self.rounded is None else (NUDGE.get(self.dtype, 0.0), -NUDGE.get(self.dtype, 0.0)):
             nudged = self._outputs(self._attend(nudge))
             tolerances = {name: x + 2 * np.nan_to_num(np.abs(nudged[name] - outputs[name])) for name, x in tolerances.items()}
-        return Expected(outputs, largest, tolerances, self.dtype)
+        return Expected(outputs, largest, tolerances, self.dtype, scores)
 
     def _outputs(self, result: Outputs) -> dict[str, Array]:
         """The results that a candidate is compared with."""

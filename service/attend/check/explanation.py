@@ -9,18 +9,21 @@ show in the same calls have no name; the first wrong step says where to look, an
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
 from functools import cached_property
 from itertools import chain
 
 import numpy as np
 
 from attend.check.algebra import changes_of
+from attend.check.cases import Repeatable
 from attend.check.changes import Impossible
 from attend.check.computation import QUERIES_OF, Computation, Expected
 from attend.check.fitting import fitted_factors, fitted_scale, ratio_of_scales
 from attend.check.low_precision import HALF
 from attend.check.mistakes import MISTAKES, Mistake
+from attend.check.mistakes.mistake import StepMistake
 from attend.tensors import Array
 
 Named = tuple[str, Mistake]
@@ -35,6 +38,12 @@ FEWER = 20  # times fewer pairs than the first wrong case that a case has which 
 MOST_EQUALS = 2  # other mistakes with the same numbers that are named
 
 
+class Fit(IntEnum):
+    """Whether a computation gives what was observed; VAGUE: it does, but roundings may change it so much that hardly any would not."""
+
+    NO, VAGUE, YES = range(3)
+
+
 @dataclass(frozen=True, slots=True)
 class Observation:
     """What a candidate returned for one case: "output" and possibly "attention_weights", and whether that is right."""
@@ -42,6 +51,8 @@ class Observation:
     right: Computation
     results: Mapping[str, Array]
     agrees: bool
+    known: dict[Mistake, Fit | None] = field(default_factory=dict)  # whether mistakes that were tried before fit
+    changes: list[StepMistake] = field(default_factory=list)  # of its steps, once they are made
 
     @property
     def lacks_queries(self) -> bool:
@@ -63,15 +74,36 @@ class Observation:
         """The same beside a reference with a mistake in it; unchanged where the mistake cannot be made."""
         with suppress(ValueError, IndexError):
             right = mistake.change(self.right)
-            return Observation(right, self.results, bool(_results_agree(right, self)))
+            return Observation(right, self.results, _fit(right, self) is Fit.YES)
         return self
+
+    def fit(self, mistake: Mistake) -> Fit | None:
+        """Whether the reference with this mistake returns what was observed; None if it changes nothing here."""
+        if mistake not in self.known:
+            self.known[mistake] = self._try(mistake)
+        return self.known[mistake]
+
+    def changes_of_steps(self) -> Iterator[StepMistake]:
+        """What may be wrong in any step."""
+        if not self.changes:
+            self.changes.extend(changes_of(self.right))
+        return iter(self.changes)
+
+    def _try(self, mistake: Mistake) -> Fit | None:
+        try:
+            changed = mistake.change(self.right)
+            return None if changed is self.right else _fit(changed, self)
+        except Impossible:
+            return None
+        except (ValueError, IndexError):  # shapes for which the mistake cannot be made
+            return Fit.NO
 
 
 @dataclass(frozen=True, slots=True)
 class OtherSizes:
     """What a candidate returned in other sizes. `alone`: the heads and widths that it has, if those could not be changed."""
 
-    observed: Sequence[Observation]
+    observed: Iterable[Observation]
     alone: str = ""
 
 
@@ -104,7 +136,7 @@ def _joined(mistakes: Sequence[str]) -> str:
 
 def explain(
     observed: Sequence[Observation],
-    further: Iterator[Observation],
+    further: Iterable[Observation],
     elsewhere: Callable[[], OtherSizes] | None = None,
     steps: Collection[str] = (),
 ) -> Explanation:
@@ -117,7 +149,7 @@ def explain(
     others = [x for x in observed if x is not probe]
     if not any(np.isfinite(result).any() for x in observed for result in x.results.values()):
         return Explanation()  # whatever makes NaN would explain it
-    search, more = _Search(probe, others, steps), _Repeatable(further)
+    search, more = _Search(probe, others, steps), Repeatable(further)
     with np.errstate(all="ignore"):
         for tried in (search.likely, search.factors, search.ratios, search.elsewhere):
             found = [mistake for mistake in tried() if all(_may_be(mistake, x) for x in others)]
@@ -131,34 +163,32 @@ def explain(
     return Explanation()
 
 
-def explain_in_turn(observed: Sequence[Observation], further: Iterator[Observation], elsewhere: OtherSizes) -> Sequence[Explanation]:
+def explain_in_turn(
+    observed: Sequence[Observation], further: Iterable[Observation], elsewhere: Callable[[], OtherSizes]
+) -> Sequence[Explanation]:
     """The mistake that gives the numbers of calls without a mask, and the one that, beside it, gives those of the others, if it has a name;
     empty if the first has none, or no call with a mask is wrong besides.
     """
     unmasked, masked = ([x for x in observed if x.is_unmasked == is_unmasked] for is_unmasked in (True, False))
     if all(x.agrees for x in masked) or all(x.agrees for x in unmasked):
         return ()
-    more, sizes = _Repeatable(further), [x for x in elsewhere.observed if x.is_unmasked]
-    first = explain(unmasked, (x for x in more if x.is_unmasked), lambda: replace(elsewhere, observed=sizes))
-    if first.made is None:
+    more = Repeatable(further)
+
+    def changed_elsewhere(change: Callable[[Iterable[Observation]], Iterator[Observation]]) -> OtherSizes:
+        return replace(elsewhere(), observed=change(elsewhere().observed))
+
+    first = explain(unmasked, _unmasked(more), lambda: changed_elsewhere(_unmasked))
+    if (mistake := first.made) is None:
         return ()
-    beside = [[x.beside(first.made) for x in group] for group in (masked, elsewhere.observed)]
-    if all(x.agrees for x in beside[0]):
+    beside = [x.beside(mistake) for x in masked]
+    if all(x.agrees for x in beside):
         return ()
-    return (first, explain(beside[0], (x.beside(first.made) for x in more), lambda: replace(elsewhere, observed=beside[1])))
+    others: Callable[[Iterable[Observation]], Iterator[Observation]] = lambda observed: (x.beside(mistake) for x in observed)  # noqa: E731
+    return (first, explain(beside, others(more), lambda: changed_elsewhere(others)))
 
 
-class _Repeatable:
-    """Observations that are made when they are first asked for, and kept."""
-
-    def __init__(self, source: Iterable[Observation]) -> None:
-        self.source, self.made = iter(source), list[Observation]()
-
-    def __iter__(self) -> Iterator[Observation]:
-        yield from self.made
-        for x in self.source:
-            self.made.append(x)
-            yield x
+def _unmasked(observed: Iterable[Observation]) -> Iterator[Observation]:
+    return (x for x in observed if x.is_unmasked)
 
 
 class _Search:
@@ -179,12 +209,12 @@ class _Search:
 
     def likely(self) -> Iterator[Named]:
         """Changes of the first wrong steps, or of all if those are not known; and the known mistakes."""
-        changes = ((x.name, x.mistake) for x in changes_of(self.probe.right) if not self.steps or x.step in self.steps)
+        changes = ((x.name, x.mistake) for x in self.probe.changes_of_steps() if not self.steps or x.step in self.steps)
         return self._that_give(chain(changes, *(mistakes.items() for mistakes in MISTAKES.values())))
 
     def elsewhere(self) -> Iterator[Named]:
         """Changes of the other steps, which may give the same numbers as what the candidate has there."""
-        return self._that_give((x.name, x.mistake) for x in changes_of(self.probe.right) if self.steps and x.step not in self.steps)
+        return self._that_give((x.name, x.mistake) for x in self.probe.changes_of_steps() if self.steps and x.step not in self.steps)
 
     def _that_give(self, mistakes: Iterable[Named]) -> Iterator[Named]:
         """Those that give the numbers; then those that enlarge rounding so much that this case does not say, if another wrong one does."""
@@ -192,11 +222,10 @@ class _Search:
         for mistake in mistakes:
             if self.first is not None and not _may_be(mistake, self.first):
                 continue
-            if (changed := _changed(mistake, self.probe)) is None:
-                continue
-            if gives := _results_agree(changed, self.probe):
+            fit = self.probe.fit(mistake[1])
+            if fit is Fit.YES:
                 yield mistake
-            elif gives is not None and _results_agree(changed, self.probe, vague=True):
+            elif fit is Fit.VAGUE:
                 vague.append(mistake)
         wrong = [x for x in self.others if not x.agrees]
         yield from (mistake for mistake in vague if any(_gives(mistake, x) for x in wrong))
@@ -212,44 +241,33 @@ class _Search:
         """Another factor on the scores in proportion to the right one."""
         if self.fitted:
             right = self.probe.right
-            yield ratio_of_scales(self.fitted[1].change(right).spec.scale, right.spec.scale, right.dtype)
+            yield ratio_of_scales(self.fitted[1].change(right).scale, right.scale, right.dtype)
 
 
-def _changed(mistake: Named, observed: Observation) -> Computation | None:
-    """The computation with a mistake; None if it changes nothing, or cannot be made in these shapes."""
-    with suppress(ValueError, IndexError):
-        changed = mistake[1].change(observed.right)
-        return None if changed is observed.right else changed
-    return None
+def _fit(changed: Computation, observed: Observation) -> Fit:
+    """Whether a computation gives what was observed. ValueError, IndexError: shapes for which it cannot be computed."""
+    results, best = observed.results, Fit.NO
+    for x in changed.outcomes(results):
+        if not observed.lacks_queries or all(x.outputs[name].shape == got.shape for name, got in results.items()):
+            best = max(best, _fit_of_outcome(changed, x, results))
+        if best is Fit.YES:
+            break
+    return best
 
 
-def _results_agree(changed: Computation, observed: Observation, vague: bool = False) -> bool | None:
-    """Whether a computation gives what was observed; None for shapes for which it cannot be computed."""
-    results = observed.results
-    with suppress(ValueError, IndexError):
-        return any(
-            _agrees(changed, x, results, vague)
-            for x in changed.outcomes(results)
-            if not observed.lacks_queries or all(x.outputs[name].shape == got.shape for name, got in results.items())
-        )
-    return None
-
-
-def _agrees(changed: Computation, expected: Expected, results: Mapping[str, Array], vague: bool = False) -> bool:
-    """Whether a computation has these results. Roundings may change it by more than the tolerance.
-
-    `vague`: also if that excludes hardly any results.
-    """
+def _fit_of_outcome(changed: Computation, expected: Expected, results: Mapping[str, Array]) -> Fit:
+    """The same of one of the outcomes of a computation. Roundings may change it by more than the tolerance."""
     wrong = next((name for name, got in results.items() if not expected.agrees(name, got)), None)
-    if expected.is_vague and (vague or changed.dtype not in HALF):
-        return vague and wrong is None
+    otherwise = Fit.VAGUE if expected.is_vague and wrong is None else Fit.NO
+    if expected.is_vague and changed.dtype not in HALF:
+        return otherwise
     if wrong is None:
-        return changed.dtype not in HALF or _errors_are_typical(changed, expected, results)
+        return Fit.YES if changed.dtype not in HALF or _errors_are_typical(changed, expected, results) else otherwise
     near = expected.widened({name: NEAR * expected.largest_tolerance(name) for name in expected.tolerances})
     if near is expected or not near.agrees(wrong, results[wrong]) or not all(near.agrees(name, got) for name, got in results.items()):
-        return False
+        return otherwise
     wider = expected.widened(changed.effect_of_rounding())
-    return all(wider.agrees(name, got) for name, got in results.items())
+    return Fit.YES if all(wider.agrees(name, got) for name, got in results.items()) else otherwise
 
 
 def _errors_are_typical(changed: Computation, expected: Expected, results: Mapping[str, Array]) -> bool:
@@ -266,14 +284,18 @@ def _errors_are_typical(changed: Computation, expected: Expected, results: Mappi
     )
 
 
-def _confirmed(found: list[Named], observed: Sequence[Observation]) -> list[Named]:
+def _confirmed(found: list[Named], observed: Iterable[Observation]) -> list[Named]:
     """Those that give what was observed in other sizes, where some of it has to be wrong.
 
     Errors of few digits grow with the length of a sum and depend on its order, so other widths say nothing about those.
     """
-    if all(x.agrees for x in observed):
-        return []
-    return [mistake for mistake in found if mistake[0] in PRECISION or all(_may_be(mistake, x) for x in observed)]
+    is_wrong = False
+    for x in observed:
+        is_wrong = is_wrong or not x.agrees
+        found = [mistake for mistake in found if mistake[0] in PRECISION or _may_be(mistake, x)]
+        if not found:
+            break
+    return found if is_wrong else []
 
 
 def _told_apart(found: list[Named], further: Iterator[Observation]) -> list[Named]:
@@ -294,15 +316,11 @@ def _may_be(mistake: Named, observed: Observation) -> bool:
     """
     if observed.right.case.group == "long" and not observed.agrees and mistake[0] in PRECISION:
         return True
-    return _gives(mistake, observed, vague=True)
+    fit = observed.fit(mistake[1])
+    return observed.agrees if fit is None else fit is not Fit.NO
 
 
-def _gives(mistake: Named, observed: Observation, vague: bool = False) -> bool:
+def _gives(mistake: Named, observed: Observation) -> bool:
     """Whether the reference with this mistake returns what was observed. A mistake that a case has no room for changes nothing there."""
-    try:
-        changed = mistake[1].change(observed.right)
-    except Impossible:
-        return observed.agrees
-    except (ValueError, IndexError):  # shapes for which the mistake cannot be made
-        return False
-    return observed.agrees if changed is observed.right else bool(_results_agree(changed, observed, vague))
+    fit = observed.fit(mistake[1])
+    return observed.agrees if fit is None else fit is Fit.YES

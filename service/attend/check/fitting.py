@@ -15,12 +15,13 @@ from attend.check.mistakes.mistake import Mistake, attention
 from attend.tensors import Array
 
 IN_HALF = 5e-3  # how near a factor that is fitted to numbers in half precision is to the candidate's
+MOST_STEPS = 30  # of Newton's method, which needs about 5
 SMALLEST = 1e-6  # factor that is fitted; below it, all visible keys have the same weight
 
 
 def fitted_scale(right: Computation, results: Mapping[str, Array]) -> tuple[str, Mistake] | None:
     """The mistake of another constant factor on the scores than that of `right`; None if none is found. A caller tests whether it fits."""
-    weights, expected = results.get("attention_weights"), right.spec.scale
+    weights, expected = results.get("attention_weights"), right.scale
     with suppress(ValueError, IndexError):
         from_weights = weights is not None and weights.ndim == 4 and right.returned == "attention_weights"
         factor = _factor_of_weights(right, weights) if from_weights and weights is not None else _factor_of_output(right, results["output"])
@@ -47,7 +48,7 @@ def ratio_of_scales(factor: float, expected: float, dtype: str) -> tuple[str, Mi
     ratio = _short(factor / expected, IN_HALF if dtype in HALF else 1e-6)
     words = f"{_about(dtype)}{ratio:.4g}"
     name = f"the scores are multiplied by {words}, besides their scale"
-    return name, Mistake(change_scale(lambda c: ratio * c.spec.scale), attention(f"{ratio:.4g} · Q Kᵀ{{scale}}"), attention())
+    return name, Mistake(change_scale(lambda c: ratio * c.scale), attention(f"{ratio:.4g} · Q Kᵀ{{scale}}"), attention())
 
 
 def _about(dtype: str) -> str:
@@ -57,7 +58,7 @@ def _about(dtype: str) -> str:
 
 def fitted_factors(right: Computation, results: Mapping[str, Array]) -> Iterator[tuple[str, Mistake]]:
     """The mistakes of a constant factor on the weights, on the outputs of the heads, and on the output. A caller tests whether they fit."""
-    expected = right.run().outputs["output"]
+    expected = right.outputs()["output"]
     if results["output"].shape != expected.shape:
         return
     bias = right.weights.get("output.bias", np.zeros(1))
@@ -126,18 +127,35 @@ def _factor_of_output(right: Computation, output: Array) -> float | None:
         return None
 
     def distance(factor: float) -> float:
-        error = float(np.abs(right.with_scale(factor).run().outputs["output"] - output).max())
+        error = float(np.abs(errors(factor)).max())
         return error if math.isfinite(error) else math.inf
 
-    grid = [sign * abs(right.spec.scale) * 2.0**power for sign in (1, -1) for power in range(-6, 7)]
+    def errors(factor: float) -> Array:
+        return right.with_scale(factor).outputs()["output"] - output
+
+    grid = [sign * abs(right.scale) * 2.0**power for sign in (1, -1) for power in range(-6, 7)]
     best = min(grid, key=distance)
     if distance(best) > 0.5 * float(np.abs(output).max()):  # not even near
         return None
-    step = abs(best) / 2
-    while step > abs(best) * 1e-15:
-        best = min((best - step, best, best + step), key=distance)
-        step /= 2
-    return best if abs(best) < SMALLEST else _with_fewest_digits(best, distance)
+    best = _least_squares(errors, best)
+    return best if abs(best) < SMALLEST or not math.isfinite(best) else _with_fewest_digits(best, distance)
+
+
+def _least_squares(errors: Callable[[float], Array], factor: float) -> float:
+    """The factor near this one with the smallest errors, by Newton's method on their squares."""
+    at = errors(factor)
+    for _ in range(MOST_STEPS):
+        slope = (errors(factor * (1 + 1e-6)) - at) / (factor * 1e-6)
+        step = float(np.sum(at * slope) / np.sum(slope * slope))
+        while abs(step) > 1e-15 * abs(factor):
+            after = errors(factor - step)
+            if np.sum(after**2) < np.sum(at**2):
+                factor, at = factor - step, after
+                break
+            step /= 4
+        else:
+            break
+    return factor
 
 
 def _with_fewest_digits(factor: float, distance: Callable[[float], float]) -> float:
@@ -145,6 +163,6 @@ def _with_fewest_digits(factor: float, distance: Callable[[float], float]) -> fl
     least = distance(factor)
     for digits in range(1, 13):
         for short in (float(f"{factor:.{digits}g}"), 1 / float(f"{1 / factor:.{digits}g}")):
-            if math.isclose(short, factor, rel_tol=1e-6) and distance(short) <= least:
+            if math.isclose(short, factor, rel_tol=1e-6) and distance(short) <= 1.5 * least:
                 return short
     return factor

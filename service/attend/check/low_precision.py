@@ -42,7 +42,7 @@ def in_low_precision(layer: type[Layer], dtype: str, rounded: Collection[str], n
             return to("projections", q), to("projections", k)
 
         def raw_scores(self, q: Array, k: Array) -> Array:
-            q = to("scaled queries", q * self.spec.scale) / self.spec.scale if "scaled queries" in rounded else to("queries", q)
+            q = to("scaled queries", q * self.values["scale"]) / self.values["scale"] if "scaled queries" in rounded else to("queries", q)
             return to("products", super().raw_scores(q, to("keys", k)))
 
         def weights_of(self, scores: Array, sinks: Array | None) -> Any:

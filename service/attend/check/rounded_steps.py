@@ -34,11 +34,13 @@ def rounded_steps(observed: Sequence[tuple[Computation, Array]]) -> str:
     """Where the scores and weights are rounded, as the outputs for some cases show; empty if they do not show it."""
     if not observed:
         return ""
-    exact, got = (np.concatenate([x.ravel() for x in arrays]) for arrays in ([c.output() for c, _ in observed], [x for _, x in observed]))
+    exact, got = (
+        np.concatenate([x.ravel() for x in arrays]) for arrays in ([c.outputs()["output"] for c, _ in observed], [x for _, x in observed])
+    )
     errors: dict[tuple[str, str], float] = {}
     for (scores, rounded_scores), (weights, rounded_weights) in product(SCORES.items(), WEIGHTS.items()):
         rounded = ALWAYS | rounded_scores | rounded_weights
-        outputs = np.concatenate([replace(c, rounded=(c.dtype, rounded)).output().ravel() for c, _ in observed])
+        outputs = np.concatenate([replace(c, rounded=(c.dtype, rounded)).outputs()["output"].ravel() for c, _ in observed])
         errors[scores, weights] = root_mean_square(outputs - got) / max(root_mean_square(outputs - exact), SMALLEST)
     least = min(errors.values())
     if not least <= CLEAR:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from attend.check.cases import CheckCase
 from attend.check.computation import VAGUE, Computation, Expected, root_mean_square
 from attend.check.layer import Layer
 from attend.check.low_precision import HALF
@@ -47,7 +48,7 @@ class Spread:
     """The exact outputs, what they differ by if each step is moved, and what they change by with the scale."""
 
     exact: Mapping[str, Array]
-    moved: tuple[Mapping[str, Array], ...]  # differences
+    moved: Mapping[str, Array]  # differences, of each draw: [draws, …]
     by_scale: Mapping[str, Array]
     dtype: str
     is_rough: bool  # whether rounding changes single scores by 0.5 and more: then few draws do not show how far outputs may move
@@ -55,11 +56,11 @@ class Spread:
     def is_vague(self, name: str) -> bool:
         """Whether rounding may change this output so much that hardly any numbers are excluded."""
         largest = float(np.abs(self.exact[name]).max(initial=0.0))
-        return self.is_rough or max(root_mean_square(x[name]) for x in self.moved) > VAGUE[self.dtype] * max(largest, 1e-30) / 3
+        return self.is_rough or max(map(root_mean_square, self.moved[name])) > VAGUE[self.dtype] * max(largest, 1e-30) / 3
 
     def largest(self, name: str) -> float:
         """The largest error that rounding explains."""
-        return self._times * max(float(np.abs(x[name]).max(initial=0.0)) for x in self.moved) + 1e-30
+        return self._times * float(np.abs(self.moved[name]).max(initial=0.0)) + 1e-30
 
     @property
     def _times(self) -> float:
@@ -69,7 +70,7 @@ class Spread:
     def measures(self, name: str, got: Array) -> tuple[Measure, ...]:
         """The errors of an output with the right shape."""
         error = got - self.exact[name]
-        typical = root_mean_square(np.concatenate([x[name].ravel() for x in self.moved])) + 1e-30
+        typical = root_mean_square(self.moved[name]) + 1e-30
         mean = root_mean_square(error)
         measures = [
             Measure(float(np.abs(error).max(initial=0.0)), self.largest(name)),
@@ -80,7 +81,7 @@ class Spread:
             ),
         ]
         if not self.is_rough and (square := float(np.sum(self.by_scale[name] ** 2))) > 0:
-            factors = [float(np.sum(x[name] * self.by_scale[name])) / square for x in (*self.moved, {name: error})]
+            factors = [float(np.sum(x * self.by_scale[name])) / square for x in (*self.moved[name], error)]
             bound = max(LEAST_FACTOR, CERTAIN * float(np.sqrt(np.mean(np.square(factors[:-1])))))
             words = f"the errors are those of scores that are multiplied by about {1 + factors[-1]:.3g}, besides their scale"
             measures.append(Measure(abs(factors[-1]), bound, words))
@@ -90,16 +91,19 @@ class Spread:
 def spread_of(right: Computation, expected: Expected, *, rounds_inputs: bool) -> Spread:
     """The spread of what the reference computes for a case of a candidate in half precision, which may round its inputs first."""
     case = right.case
-    draws = DRAWS if case.query.shape[0] * case.query.shape[1] * case.key.shape[1] < MANY else 2
-    moved = []
-    for seed in range(draws):
-        outputs = replace(right, layer=_moving(right.dtype, np.random.default_rng(seed), rounds_inputs)).run().outputs
-        moved.append({name: outputs[name] - x for name, x in expected.outputs.items()})
-    scaled = right.with_scale(right.spec.scale * (1 + STEP)).run().outputs
+    draws = DRAWS if case.visible.size < MANY else 2
+    moving = _moving(right.dtype, np.random.default_rng(0), rounds_inputs)
+    outputs = replace(right, case=_repeated(case, draws), layer=moving).outputs()
+    moved = {name: outputs[name].reshape(draws, *x.shape) - x for name, x in expected.outputs.items()}
+    scaled = right.with_scale(right.scale * (1 + STEP)).outputs()
     by_scale = {name: (scaled[name] - x) / STEP for name, x in expected.outputs.items()}
-    scores = right.scores()
-    is_rough = HALF[right.dtype] * float(np.abs(scores, where=np.isfinite(scores), out=np.zeros(scores.shape)).max(initial=0.0)) > 0.5
-    return Spread(expected.outputs, tuple(moved), by_scale, right.dtype, is_rough)
+    return Spread(expected.outputs, moved, by_scale, right.dtype, HALF[right.dtype] * expected.largest_score > 0.5)
+
+
+def _repeated(case: CheckCase, times: int) -> CheckCase:
+    """The case with each item of its batch so many times, as that computes all draws at once."""
+    given = {name: getattr(case, name) for name in ("query", "key", "value", "visible", "numbers")}
+    return replace(case, **{name: np.concatenate([x] * times) for name, x in given.items() if x is not None})
 
 
 def _moving(dtype: str, rng: np.random.Generator, rounds_inputs: bool) -> type[Layer]:

@@ -6,24 +6,25 @@ candidate agrees under none. What its numbers depend on then tells causality and
 no output; a row alone, whose softmax is 1, tells axes and the order of packed values; and of what is left, the most common.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, product, zip_longest
 from typing import Any, get_args
 
 import numpy as np
 
 from attend.check.adapter import CallFailed
-from attend.check.candidate import Candidate, prepare
-from attend.check.cases import CaseKind, CheckCase
-from attend.check.computation import Computation
+from attend.check.candidate import OF_CALLS, Candidate, prepare
+from attend.check.cases import CaseKind, CheckCase, Repeatable
+from attend.check.computation import Computation, Expected
 from attend.check.convention import Ambiguous, Convention, Layout, MaskDType, MaskShape, Polarity, mask_polarity
 from attend.check.weights import names_speak_for
 from attend.spec import LayerSpec
 from attend.tensors import Array
 
 MOST_READINGS = 400  # of axes and weights together
+MOST_PREPARED = 4  # candidates that are looked at for one that differs in calls alone
 ALL_AGREE = 5
 NOTHING_AGREES = 1
 LONGEST = 64  # rows that a class is constructed for until it is compared
@@ -64,9 +65,28 @@ class _Trial:
     candidate: Any
     spec: LayerSpec | None
     seed: int
+    prepared: list[tuple[Convention, Candidate]] = field(default_factory=list)
+    cases: dict[tuple[object, ...], Repeatable[CheckCase]] = field(default_factory=dict)
+    expected: dict[tuple[int, str], tuple[CheckCase, Expected]] = field(default_factory=dict)  # by the identity of the case, and the dtype
 
     def prepare(self, convention: Convention) -> Candidate:
-        return prepare(self.candidate, self.spec, replace(convention, longest=LONGEST), self.seed)
+        """The candidate with this convention; the same object as one of the last, if it differs from that in calls alone."""
+        for before, prepared in self.prepared[: -MOST_PREPARED - 1 : -1]:
+            if replace(convention, **{name: getattr(before, name) for name in OF_CALLS}) == before:
+                return prepared if convention == before else self._keep(convention, prepared.called_by(convention))
+        return self._keep(convention, prepare(self.candidate, self.spec, replace(convention, longest=LONGEST), self.seed))
+
+    def _keep(self, convention: Convention, prepared: Candidate) -> Candidate:
+        self.prepared.append((convention, prepared))
+        return prepared
+
+    def short_cases(self, prepared: Candidate) -> Iterable[CheckCase]:
+        """The short cases for a candidate, which are the same for all that they are drawn for alike."""
+        draw = prepared.draw(self.seed)
+        key = id(draw.weights), draw.dtype, draw.causal, draw.at_end, *draw.inputs, *draw.masks_per_item
+        if key not in self.cases:
+            self.cases[key] = Repeatable(prepared.draw_cases(self.seed, {"short"}))
+        return self.cases[key]
 
     def reading(self, convention: Convention) -> tuple[Convention, Convention | None]:
         """Axes, the order of packed weights and causality: the first reading that agrees, or else the first of those that agree most.
@@ -124,7 +144,7 @@ class _Trial:
         adapter = prepared.adapter
         optional = {name: "unused" for role, name in adapter.roles.items() if role in ("key", "value") and role not in adapter.required}
         try:
-            _output(prepared, next(prepared.draw_cases(self.seed)))
+            _output(prepared, next(iter(self.short_cases(prepared))))
         except CallFailed:
             return reading.tried(arguments={**reading.arguments, **optional}) if optional else None
         return None
@@ -162,7 +182,7 @@ class _Trial:
     def _with_causality(self, convention: Convention) -> Convention:
         """Causal if the last row depends on the key before, and the first rows not on the last key. CallFailed: it cannot be called."""
         prepared = self.prepare(convention)
-        case = next(prepared.draw_cases(self.seed))
+        case = next(iter(self.short_cases(prepared)))
         before = _output(prepared, case)
         if "causal" in convention.given or before.shape[:2] != case.query.shape[:2]:
             return convention
@@ -187,7 +207,7 @@ class _Trial:
     def _cases(self, prepared: Candidate) -> list[CheckCase]:
         """The short cases that it can be called on and that depend on no meaning of a mask."""
         adapter = prepared.adapter
-        cases = [case for case in prepared.draw_cases(self.seed, {"short"}) if not case.chunks and case.name != "large logits"]
+        cases = [case for case in self.short_cases(prepared) if not case.chunks and case.name != "large logits"]
         return [case for case in cases if not adapter.skip_reason(case) and adapter.mask_role(case.kind) not in ROLES]
 
     def _takes_all(self, prepared: Candidate) -> bool:
@@ -201,7 +221,9 @@ class _Trial:
         """Whether the output is the reference's."""
         with prepared.evaluating(), suppress(CallFailed, ValueError):
             result = prepared.adapter.call(case)
-            expected = Computation(case.layer(prepared.spec), prepared.weights, case, result.dtype).run()
+            if (key := (id(case), result.dtype)) not in self.expected:
+                self.expected[key] = case, Computation(case.layer(prepared.spec), prepared.weights, case, result.dtype).run()
+            _, expected = self.expected[key]
             return bool(np.isfinite(result.output).all()) and expected.agrees("output", result.output) and len(result.output[0]) > 0
         return False
 
@@ -212,7 +234,7 @@ class _Trial:
             return convention
         at_start = convention.tried(query_offset="start")
         prepared = self.prepare(at_start)
-        case = next((case for case in prepared.draw_cases(self.seed, {"short"}) if case.name == "cross-attention"), None)
+        case = next((case for case in self.short_cases(prepared) if case.name == "cross-attention"), None)
         with suppress(CallFailed, ValueError):
             if case is not None:
                 before, after = (_output(prepared, x) for x in (case, _perturbed(case, -1, prepared)))
@@ -248,13 +270,13 @@ class _Trial:
     def _agrees_on(self, convention: Convention, role: str) -> bool:
         """Whether the candidate agrees on a case with such a mask."""
         prepared, kind = self.prepare(convention), _kind(role, convention)
-        case = next((case for case in prepared.draw_cases(self.seed, {"short"}) if case.kind == kind), None)
+        case = next((case for case in self.short_cases(prepared) if case.kind == kind), None)
         return case is not None and not prepared.adapter.skip_reason(case) and self._agrees(prepared, case)
 
     def _hides(self, convention: Convention, role: str) -> bool:
         """Whether a key that the mask blocks changes no row, and one that it does not block changes the last."""
         prepared = self.prepare(convention)
-        case = next(prepared.draw_cases(self.seed))
+        case = next(iter(self.short_cases(prepared)))
         kept = np.broadcast_to(np.arange(case.key.shape[1]) != 1, case.mask.shape)
         case = replace(case, kind=_kind(role, convention), mask=kept, visible=kept & case.own)
         with suppress(CallFailed, ValueError):
@@ -267,7 +289,7 @@ class _Trial:
     def _accepts(self, convention: Convention, role: str) -> bool:
         """Whether the candidate takes a mask that is read so."""
         prepared, kind = self.prepare(convention), _kind(role, convention)
-        case = next((case for case in prepared.draw_cases(self.seed, {"short"}) if case.kind == kind), None)
+        case = next((case for case in self.short_cases(prepared) if case.kind == kind), None)
         with suppress(CallFailed, ValueError):
             return case is not None and _output(prepared, case).shape[:2] == case.query.shape[:2]
         return False

@@ -21,7 +21,7 @@ class Mistake:
 
     def arithmetic(self, right: Computation) -> tuple[str, str]:
         """The wrong and the right arithmetic in the layer and case of a computation."""
-        scale, usual = right.spec.scale, right.spec.head_dim**-0.5
+        scale, usual = right.scale, right.spec.head_dim**-0.5
         words = {
             "{scale}": " / √d" if abs(scale - usual) < 1e-12 else f" · {scale:.4g}",
             "{mask}": "" if right.case.visible.all() else " + M",

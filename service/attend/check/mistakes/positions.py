@@ -42,8 +42,8 @@ def _powers(heads: int, first: int) -> Array:
 
 def scale_biases(c: Computation) -> Computation:
     """Multiplies the biases of positions by the scale of the scores. Impossible if that is 1, or there are none."""
-    names = [step.name for step in sections_of(c.spec)["biases"] if c.spec.scale != 1]
-    return at_steps(names, lambda compute, *operands: c.spec.scale * compute(*operands))(c) if names else impossible()
+    names = [step.name for step in sections_of(c.spec)["biases"] if c.scale != 1]
+    return at_steps(names, lambda compute, *operands: c.scale * compute(*operands))(c) if names else impossible()
 
 
 MISTAKES: dict[str, dict[str, Mistake]] = {

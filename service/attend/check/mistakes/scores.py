@@ -83,7 +83,7 @@ def cap(changed: Callable[[Array, float, float], Array]) -> Change:
     """Replaces the softcap by a function of the scores, the softcap and the scale. Impossible without a softcap."""
 
     def change(c: Computation) -> Computation:
-        return at_step("softcap", lambda compute, scores, softcap: changed(scores, softcap, c.spec.scale))(c)
+        return at_step("softcap", lambda compute, scores, softcap: changed(scores, softcap, c.scale))(c)
 
     return only_if(lambda c: c.spec.softcap, change)
 
@@ -134,7 +134,7 @@ MISTAKES: dict[str, dict[str, Mistake]] = {
             "the score of query i and key j is that of query i and key i": ("S_ij = q_i · k_i{scale}", mix_rows("i", "i")),
             "the scores are divided into the scale: each is the reciprocal of what it should be": (
                 "S_ij = 1 / (q_i · k_j{scale})",
-                change_products(lambda c, q, k: 1 / (c.spec.scale**2 * (q @ k.swapaxes(-1, -2)))),
+                change_products(lambda c, q, k: 1 / (c.scale**2 * (q @ k.swapaxes(-1, -2)))),
             ),
             "each number of a query is divided by that of the key, and not multiplied": (
                 "S_ij = Σ q_i / k_j{scale}",
