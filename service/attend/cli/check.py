@@ -4,7 +4,7 @@ import json
 import math
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -100,23 +100,16 @@ def check(
     if not module and (options or spec):
         raise typer.BadParameter("--with and --spec need a --module")
     console = Console(quiet=as_json)
+    reports: list[ModuleReport] = []
     if module:
-        arguments = _read_spec(spec) | _read_options(options or []) | {"longest": longest, "backward": backward}
-        repeated = ["--spec", spec] if spec else []
-        repeated += ["--longest", str(longest)] if longest != LONGEST else []
-        repeated += ["--backward"] if backward else []
-        for option in options or []:
-            repeated += ["--with", option]
-        reports = []
-        for name in module:
-            reports.append(check_module(name, arguments, seed, cases or 1, repeated))
-            reports[-1].show(console, verbose)
+        given = {"spec": spec, "longest": longest, "backward": backward, "with": options or []}
+        for each in _check_modules(module, given, seed, cases or 1):
+            each.show(console, verbose)
+            reports.append(each)
         document = {"agrees": all(report.agrees for report in reports), "modules": [report.document() for report in reports]}
     else:
-        command = ["attend", "check"]
-        for name, value in {"url": url, "ca": url and ca, "config": config, **flags}.items():
-            if value is not None:
-                command += [f"--{name}", str(value)]
+        where = {"url": url, "ca": url and ca, "config": config, **flags}
+        command = ["attend", "check", *(word for name, value in where.items() if value is not None for word in (f"--{name}", str(value)))]
         report = ServerReport(shlex.join(command), seed)
         with report_errors("check"), open_client(url, ca, config, flags) as client:
             check_server(client, report, range(cases or CASES) if case is None else [case])
@@ -126,8 +119,18 @@ def check(
         typer.echo(json.dumps(document))
     if not document["agrees"]:
         raise typer.Exit(1)
-    if module and not allow_skipped and not all(report.is_complete for report in reports):
+    if not allow_skipped and not all(report.is_complete for report in reports):
         raise typer.Exit(3)
+
+
+def _check_modules(names: Sequence[str], given: Mapping[str, Any], seed: int, calls: int) -> Iterator["ModuleReport"]:
+    """The reports of modules, which have the `given` options of the command, where they are no defaults, to repeat it."""
+    arguments = _read_spec(given["spec"]) | _read_options(given["with"]) | {name: given[name] for name in ("longest", "backward")}
+    repeated = ["--spec", given["spec"]] if given["spec"] else []
+    repeated += ["--longest", str(given["longest"])] if given["longest"] != LONGEST else []
+    repeated += ["--backward"] if given["backward"] else []
+    repeated += [word for option in given["with"] for word in ("--with", option)]
+    yield from (check_module(name, arguments, seed, calls, repeated) for name in names)
 
 
 def _read_spec(given: str | None) -> dict[str, LayerSpec | str]:
