@@ -1,4 +1,5 @@
-"""The path of a request: the table in docs/design.md has every file that a small JSON request calls, in this order, and no other."""
+"""The path of a request: the table in docs/design.md has every file that a small JSON request calls, in this order, and no other; such a
+request makes few calls."""
 
 import asyncio
 import gc
@@ -10,6 +11,7 @@ from types import FrameType
 from typing import Any
 
 import orjson
+import pytest
 import uvicorn
 
 import attend
@@ -22,8 +24,6 @@ from support.scheduler import loop_iterations, run
 
 SOURCE = Path(attend.__file__).parent
 DESIGN = Path(__file__).parents[1] / "docs" / "design.md"
-BODY = orjson.dumps({"query": [[0.5] * 64] * 3})
-REQUEST = b"POST /attend HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (len(BODY), BODY)
 
 
 def table_of_path() -> list[str]:
@@ -33,21 +33,22 @@ def table_of_path() -> list[str]:
     return [file for row in rows for file in re.findall(r"`([^`]+)`", row)]
 
 
-async def files_called_by_a_warm_request() -> list[str]:
-    """The files of this project of which a function is called while the fourth equal request is answered by a real server, in the order of
-    the first calls."""
+async def called_by_a_warm_request(**fields: Any) -> list[str]:
+    """The file of each function of this project that is called while the fourth equal request is answered by a real server."""
+    body = orjson.dumps({"query": [[0.5] * 64] * 3, **fields})
+    head = b"POST /attend HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
     app = create_app(Settings(access_log=False))
     server = uvicorn.Server(uvicorn.Config(app, http=Connection, log_config=None))
     listening = socket.create_server(("127.0.0.1", 0))
     served = asyncio.create_task(server.serve([listening]))
     while not app.state.service.started:
         await asyncio.sleep(0.001)
-    called: dict[str, None] = {}
+    called: list[str] = []
 
     def profile(frame: FrameType, event: str, _: Any) -> None:
         path = Path(frame.f_code.co_filename)
         if event == "call" and path.is_relative_to(SOURCE):
-            called.setdefault(path.relative_to(SOURCE).as_posix())
+            called.append(path.relative_to(SOURCE).as_posix())
 
     reader, writer = await asyncio.open_connection(*listening.getsockname())
     gc.collect()
@@ -55,10 +56,10 @@ async def files_called_by_a_warm_request() -> list[str]:
     try:
         for warm in (False, False, False, True):
             sys.setprofile(profile if warm else None)
-            writer.write(REQUEST)
-            head = await reader.readuntil(b"\r\n\r\n")
-            length = re.search(rb"content-length: (\d+)", head)
-            assert head.startswith(b"HTTP/1.1 200") and length is not None
+            writer.write(head + body)
+            reply = await reader.readuntil(b"\r\n\r\n")
+            length = re.search(rb"content-length: (\d+)", reply)
+            assert reply.startswith(b"HTTP/1.1 200") and length is not None
             await reader.readexactly(int(length[1]))
             await loop_iterations()
     finally:
@@ -67,7 +68,7 @@ async def files_called_by_a_warm_request() -> list[str]:
         writer.close()
         server.should_exit = True
         await served
-    return [*called]
+    return called
 
 
 def test_the_path_in_the_documentation_is_the_path_of_a_warm_small_request() -> None:
@@ -76,8 +77,18 @@ def test_the_path_in_the_documentation_is_the_path_of_a_warm_small_request() -> 
     async def test() -> None:
         is_compiled = extension is not None and numbers.variant() != "python"
         packages = ("web/", "serving/", "wire/", "attention/") if is_compiled else ("web/", "serving/")
-        called = [file for file in await files_called_by_a_warm_request() if file.startswith(packages)]
+        called = [file for file in dict.fromkeys(await called_by_a_warm_request()) if file.startswith(packages)]
         assert called == [file for file in table_of_path() if file.startswith(packages)]
+
+    run(test())
+
+
+@pytest.mark.parametrize(("fields", "most"), [({}, 79), ({"attend_mask": [[1, 0, 1]] * 3, "reply": {"decimals": 4}}, 95)])
+def test_a_warm_small_request_makes_few_calls(fields: dict[str, Any], most: int) -> None:
+    """Each is a step that a reader has to follow."""
+
+    async def test() -> None:
+        assert len(await called_by_a_warm_request(**fields)) <= most
 
     run(test())
 

@@ -29,7 +29,7 @@ from attend.spec import DType, LayerSpec
 from attend.tensors import datatype_of
 from attend.wire.client_codec import decode_json_reply
 from attend.wire.codec import Reply
-from attend.wire.json.writer import encode_json
+from attend.wire.json.writer import encode
 from attend.wire.schemas.attend import ReplyOptions
 from support.cases import weights_of
 from support.command import run_attend
@@ -79,7 +79,7 @@ def relay(server) -> Iterator[Callable[[Callable[[Reply], Reply]], str]]:
                 reply = httpx.request(self.command, server.url + self.path, content=body, timeout=60)
                 content = reply.content
                 if self.path == "/attend" and reply.status_code == 200:
-                    content = b"".join(encode_json(change(reply_of(content)), ReplyOptions(form="base64")))
+                    content = b"".join(encode(change(reply_of(content)), ReplyOptions(form="base64"))[1])
                 self.send_response(reply.status_code)
                 for name, value in {**reply.headers, "content-length": str(len(content))}.items():
                     self.send_header(name, value)

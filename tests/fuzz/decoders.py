@@ -19,12 +19,12 @@ from attend.spec import LayerSpec
 from attend.tensors import DATATYPES
 from attend.wire import safetensors
 from attend.wire.compression import unpack
-from attend.wire.json import reader as json_reader
+from attend.wire.json import reader
 from attend.wire.json.strict import parse_strictly
 from attend.wire.problems import validate
 from attend.wire.schemas.attend import AttendRequest
 from attend.wire.schemas.layers import PutLayer
-from attend.wire.v2.codec import V2Codec
+from attend.wire.v2.codec import CODEC
 
 LIMITS = WireLimits(max_body_bytes=1 << 20, max_depth=16)
 TOKENS = (
@@ -83,7 +83,7 @@ def check_layer(body: bytes) -> None:
 
 def _document(body: bytes, model: Any) -> None:
     with suppress(RequestError):
-        members = json_reader.parse(body, model.tensor_kinds, LIMITS)
+        members = dict(reader.decode(body, {}, model.tensor_kinds, LIMITS).members)
         slowly = parse_strictly(body)
         assert set(members) == set(slowly)
         for name, value in members.items():
@@ -99,7 +99,7 @@ def check_safetensors(body: bytes) -> None:
             for name, array in load(body).items():
                 assert array.shape == tensors[name].shape
                 assert array.tobytes() == tensors[name].tobytes()
-        validate(AttendRequest, safetensors.parse(body, AttendRequest.tensor_kinds, LIMITS))
+        validate(AttendRequest, safetensors.decode(body, {}, AttendRequest.tensor_kinds, LIMITS).members)
 
 
 def check_v2(body: bytes) -> None:
@@ -108,7 +108,7 @@ def check_v2(body: bytes) -> None:
     size = len(body) if behind == BYTES_ALONE else len(body) - behind
     parameters = {"model": "default", "header_length": "" if behind == BYTES_ALONE else str(size)}
     with suppress(RequestError):
-        members = dict(V2Codec().decode(body, parameters, AttendRequest.tensor_kinds, LIMITS).members)
+        members = dict(CODEC.decode(body, parameters, AttendRequest.tensor_kinds, LIMITS).members)
         head, rest = parse_strictly(body[:size]), body[size:]
         for entry in head["inputs"]:
             array, dtype = members[entry["name"]], DATATYPES[entry["datatype"]].numpy

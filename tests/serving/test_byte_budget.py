@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -27,9 +28,7 @@ from attend.web.app import create_app
 from attend.web.errors import retry_after
 from attend.web.replies import MAX_UNSPLIT_REPLY
 from attend.web.request_reader import network_of
-from attend.wire.json.reader import parse
-from attend.wire.json.writer import encode_json
-from attend.wire.negotiation import JSON, SAFETENSORS, AttendCodec
+from attend.wire.negotiation import CODECS, JSON, SAFETENSORS
 from support.scheduler import loop_iterations, run
 
 CAPACITY = 1 << 20
@@ -464,22 +463,19 @@ def test_a_large_reply_is_not_encoded_after_its_caller_left() -> None:
     """The caller disconnects while its call is computed."""
     encoded: list[Any] = []
 
-    class Watched(AttendCodec):
-        def encode(self, *args: Any) -> Any:
-            encoded.append(args)
-            return super().encode(*args)
+    def encode(*args: Any) -> Any:
+        encoded.append(args)
+        return CODECS[JSON].encode(*args)
+
+    watched = replace(CODECS[JSON], encode=encode)
 
     async def test() -> None:
         async with serving() as app:
             service = app.state.service
             body = json.dumps({"query": [[0.5] * 4] * 300, "outputs": ["attention_weights"]}).encode()
-            assert (await service.engine.answer(Request(body, reply_codec=Watched(JSON, parse, encode_json, writes_text=True)), ATTEND))[1]
+            assert (await service.engine.answer(Request(body, reply_codec=watched), ATTEND))[1]
             computed = service.scheduler.finished_at
-            request = Request(
-                body,
-                reply_codec=Watched(JSON, parse, encode_json, writes_text=True),
-                gone=lambda: service.scheduler.finished_at > computed,
-            )
+            request = Request(body, reply_codec=watched, gone=lambda: service.scheduler.finished_at > computed)
             with pytest.raises(CallerGone):
                 await service.engine.answer(request, ATTEND)
             assert len(encoded) == 1

@@ -22,6 +22,7 @@ from attend.serving.scheduler import Scheduler
 from attend.serving.service import open_service
 from attend.serving.threads import NICE
 from attend.wire.codec import Decoded
+from attend.wire.negotiation import CODECS, JSON
 from support.scheduler import REAL, Attention, heavy_call, loop_iterations, run
 from support.waiting import PATIENCE
 
@@ -157,25 +158,26 @@ def test_cancelled_jobs_are_skipped() -> None:
     pooled(test)
 
 
-def test_a_medium_body_is_decoded_while_large_ones_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_medium_body_is_decoded_while_large_ones_wait() -> None:
     """Through the engine: one large body is being decoded, others wait, and a medium one is answered."""
     work = Work()
 
     async def test() -> None:
         service = open_service("cpu")
         service.registry.put(replace(REAL, name="layer"))
-        decode = service.engine.decode
 
-        def decode_slowly(request: Request, *more: Any) -> Decoded:
-            if len(request.body) >= LARGE_BYTES:
+        def decode_slowly(body: bytes, *more: Any) -> Decoded:
+            if len(body) >= LARGE_BYTES:
                 work.function("large")()
-            return decode(request, *more)
+            return CODECS[JSON].decode(body, *more)
 
-        monkeypatch.setattr(service.engine, "decode", decode_slowly)
+        def answer(size: int) -> Coroutine[Any, Any, Any]:
+            return service.engine.answer(Request(text.ljust(size), replace(CODECS[JSON], decode=decode_slowly), caller="a"), ATTEND)
+
         text = b'{"layer": "layer", "outputs": ["output"], "query": [[1, 2, 3, 4, 5, 6]]}'
-        large = [asyncio.create_task(service.engine.answer(Request(text.ljust(LARGE_BYTES), caller="a"), ATTEND)) for _ in range(4)]
+        large = [asyncio.create_task(answer(LARGE_BYTES)) for _ in range(4)]
         await work.until_entered()
-        assert (await service.engine.answer(Request(text.ljust(LARGE_BYTES // 2), caller="a"), ATTEND))[1]
+        assert (await answer(LARGE_BYTES // 2))[1]
         assert work.order == ["large"]
         work.free.set()
         await asyncio.gather(*large)
@@ -184,7 +186,7 @@ def test_a_medium_body_is_decoded_while_large_ones_wait(monkeypatch: pytest.Monk
     run(test())
 
 
-def test_a_compressed_body_is_decoded_as_one_of_its_true_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compressed_body_is_decoded_as_one_of_its_true_size() -> None:
     """Few bytes that unpack to many wait for the thread of large bodies, and leave those of small bodies to a body that is small, although
     it is larger as it was sent. The budget counts the decompressed bytes."""
     work = Work()
@@ -192,19 +194,19 @@ def test_a_compressed_body_is_decoded_as_one_of_its_true_size(monkeypatch: pytes
     async def test() -> None:
         service = open_service("cpu")
         service.registry.put(replace(REAL, name="layer"))
-        decode, sizes = service.engine.decode, list[int]()
+        sizes = list[int]()
 
-        def decode_slowly(request: Request, *more: Any) -> Decoded:
-            sizes.append(request.size)
-            if request.size >= LARGE_BYTES:
+        def decode_slowly(body: bytes, *more: Any) -> Decoded:
+            sizes.append(len(body))
+            if len(body) >= LARGE_BYTES:
                 work.function("large")()
-            return decode(request, *more)
+            return CODECS[JSON].decode(body, *more)
 
         def answered(size: int, lease: Lease | None = None) -> "asyncio.Task[Any]":
             body = gzip.compress(text.ljust(size) if size >= LARGE_BYTES else text + bytes(random.Random(3).choices(b" \t\r\n", k=size)))
-            return asyncio.create_task(service.engine.answer(Request(body, coding="gzip", caller="a", lease=lease), ATTEND))
+            request = Request(body, replace(CODECS[JSON], decode=decode_slowly), coding="gzip", caller="a", lease=lease)
+            return asyncio.create_task(service.engine.answer(request, ATTEND))
 
-        monkeypatch.setattr(service.engine, "decode", decode_slowly)
         text = b'{"layer": "layer", "outputs": ["output"], "query": [[1, 2, 3, 4, 5, 6]]}'
         with service.budget.lease("a") as lease:
             large = [answered(LARGE_BYTES, lease)]

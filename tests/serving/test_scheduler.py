@@ -34,9 +34,7 @@ from attend.settings import Settings
 from attend.web.app import create_app
 from attend.web.connections import Connection
 from attend.wire.codec import Decoded
-from attend.wire.json.reader import parse
-from attend.wire.json.writer import encode_json
-from attend.wire.negotiation import JSON, AttendCodec
+from attend.wire.negotiation import CODECS, JSON
 from attend.wire.problems import validate
 from attend.wire.schemas.attend import AttendRequest
 from support.scheduler import (
@@ -743,10 +741,9 @@ def test_rule_12_a_compressed_body_is_decoded_in_a_thread() -> None:
     """Its size is that after decompression."""
     threads: list[int] = []
 
-    class Watched(AttendCodec):
-        def decode(self, *args: Any) -> Decoded:
-            threads.append(threading.get_ident())
-            return super().decode(*args)
+    def decode(*args: Any) -> Decoded:
+        threads.append(threading.get_ident())
+        return CODECS[JSON].decode(*args)
 
     async def test() -> None:
         service = open_service("cpu")
@@ -756,7 +753,7 @@ def test_rule_12_a_compressed_body_is_decoded_in_a_thread() -> None:
             body = b'{"layer": "layer", "outputs": ["log_sum_exp"], "key": [[0,0,0,0,0,0]], "query": [' + (row * rows)[:-1] + b"]}"
             packed = gzip.compress(body)
             assert len(packed) < 64 * 1024
-            await service.engine.answer(Request(packed, codec=Watched(JSON, parse, encode_json, writes_text=True), coding="gzip"), ATTEND)
+            await service.engine.answer(Request(packed, replace(CODECS[JSON], decode=decode), coding="gzip"), ATTEND)
         service.close()
         assert len(threads) == 2
         assert threads[1] != threading.get_ident()

@@ -9,7 +9,6 @@ from fastapi import Query
 from starlette.responses import JSONResponse, Response
 
 from attend.serving import layer_requests
-from attend.serving.engine import Engine
 from attend.serving.layers.registry import LayerRegistry
 from attend.serving.requests import Request
 from attend.settings import Settings
@@ -23,15 +22,15 @@ V2 = {"inputs": [{"name": "query", "shape": [1, 1, 4], "datatype": "FP32", "data
 LOAD = {"parameters": {"config": '{"d_model": 8, "num_heads": 2}'}}
 TORCH = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
 PLACES: list[tuple[str, str, Any, Any, str]] = [  # of each a request, and what fails on its way
-    ("POST", "/attend", QUERY, Engine, "decode"),
-    ("POST", "/attend/analysis", {**QUERY, "metrics": ["entropy"]}, Engine, "decode"),
-    ("POST", "/attend/plan", QUERY, Engine, "decode"),
-    ("POST", "/attend/figure", {**QUERY, "figure": {}}, Engine, "decode"),
+    ("POST", "/attend", QUERY, Request, "take_body"),
+    ("POST", "/attend/analysis", {**QUERY, "metrics": ["entropy"]}, Request, "take_body"),
+    ("POST", "/attend/plan", QUERY, Request, "take_body"),
+    ("POST", "/attend/figure", {**QUERY, "figure": {}}, Request, "take_body"),
     ("POST", "/words", {"text": "a cat"}, Request, "take_body"),
     ("POST", "/words/tokens", {"tokenizer": "{}", "text": "a cat"}, Request, "take_body"),
     ("PUT", "/layers/new", {"spec": {"d_model": 8, "num_heads": 2}}, LayerRegistry, "make"),
     ("GET", "/layers/default/weights", None, layer_requests, "write_layer_file"),
-    ("POST", "/v2/models/default/infer", V2, Engine, "decode"),
+    ("POST", "/v2/models/default/infer", V2, Request, "take_body"),
     ("POST", "/v2/repository/models/new/load", LOAD, LayerRegistry, "make"),
 ]
 

@@ -8,8 +8,8 @@ from attend.limits import WireLimits
 from attend.tensors import DATATYPES, datatype_of
 from attend.wire.client_codec import decode_json_reply, encode_json_request
 from attend.wire.codec import Reply
-from attend.wire.json.reader import parse
-from attend.wire.json.writer import encode_json
+from attend.wire.json.reader import decode
+from attend.wire.json.writer import encode
 from attend.wire.schemas.attend import AttendRequest, ReplyOptions
 from attend.wire.schemas.layers import PutLayer
 
@@ -30,7 +30,7 @@ def test_a_reply_with_shapes_is_decoded_exactly(form, datatype, shape):
     reply = Reply({"name": "x", "fingerprint": "y"}, 3, datatype, {"scores": scores, "attention_weights": {"keys": keys, "values": -keys}})
     reply.tensors["attention_weights"]["values"] = numbers(datatype, *shape)
 
-    head, tensors = decode_json_reply(b"".join(encode_json(reply, ReplyOptions(form=form))))
+    head, tensors = decode_json_reply(b"".join(encode(reply, ReplyOptions(form=form))[1]))
 
     assert (head.layer.model_dump(), head.fully_masked_rows) == (reply.layer, 3)
     pairs = [
@@ -46,7 +46,7 @@ def test_a_reply_with_shapes_is_decoded_exactly(form, datatype, shape):
 def test_nested_lists_are_decoded_exactly(datatype):
     output = numbers(datatype, 2, 3, 4)
     reply = Reply({"name": "x", "fingerprint": "y"}, 0, datatype, {"output": output})
-    read = decode_json_reply(b"".join(encode_json(reply, ReplyOptions())))[1]["output"]
+    read = decode_json_reply(b"".join(encode(reply, ReplyOptions())[1]))[1]["output"]
     assert read.dtype == np.float64
     np.testing.assert_array_equal(read.astype(output.dtype), output)
 
@@ -67,7 +67,7 @@ def test_a_string_that_is_not_a_number_is_refused():
 
 def sent(field: str, value: object) -> tuple[bytes, np.ndarray]:
     body = encode_json_request({field: value}, AttendRequest.tensor_kinds)
-    return body, parse(body, AttendRequest.tensor_kinds, WireLimits())[field]
+    return body, decode(body, {}, AttendRequest.tensor_kinds, WireLimits()).members[field]
 
 
 @pytest.mark.parametrize("datatype", sorted(DATATYPES))
@@ -92,14 +92,13 @@ def test_a_scalar_remains_a_scalar():
 
 def test_a_mapping_is_passed_on_unchanged():
     body = encode_json_request({"query": {"shape": [2, 3], "datatype": "FP32", "data": np.arange(6)}}, AttendRequest.tensor_kinds)
-    np.testing.assert_array_equal(parse(body, AttendRequest.tensor_kinds, WireLimits())["query"], np.arange(6).reshape(2, 3))
+    np.testing.assert_array_equal(decode(body, {}, AttendRequest.tensor_kinds, WireLimits()).members["query"], np.arange(6).reshape(2, 3))
 
 
 def test_weights_are_encoded_as_tensors_under_their_names():
     weights = {"query.weight": np.eye(3), "query.bias": np.zeros(3)}
-    got = parse(encode_json_request({"spec": {}, "weights": weights}, PutLayer.tensor_kinds), PutLayer.tensor_kinds, WireLimits())[
-        "weights"
-    ]
+    body = encode_json_request({"spec": {}, "weights": weights}, PutLayer.tensor_kinds)
+    got = decode(body, {}, PutLayer.tensor_kinds, WireLimits()).members["weights"]
     np.testing.assert_array_equal(got["query.weight"], np.eye(3))
     with pytest.raises(InvalidRequest) as refused:
         encode_json_request({"weights": {"a/b": [1j]}}, PutLayer.tensor_kinds)

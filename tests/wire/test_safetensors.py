@@ -6,7 +6,7 @@ else.
 
 import json
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from attend.errors import AttendError, InvalidRequest, MalformedBody, RequestErr
 from attend.limits import WireLimits
 from attend.tensors import DATATYPES, Array, datatype_of
 from attend.wire.codec import Reply
-from attend.wire.safetensors import MAX_HEADER_BYTES, encode, parse, read_tensors, write_tensors
+from attend.wire.safetensors import MAX_HEADER_BYTES, decode, encode, read_tensors, write_tensors
 from attend.wire.schemas.attend import AttendRequest, ReplyOptions
 
 LIMITS = WireLimits()
@@ -38,6 +38,11 @@ def body(header: Any, data: bytes = b"", length: int | None = None) -> bytes:
 
 def entry(dtype: str = "F32", shape: Any = (2,), offsets: Any = (0, 8)) -> dict[str, Any]:
     return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
+
+
+def parse(body: bytes) -> Mapping[str, Any]:
+    """The members of a body."""
+    return decode(body, {}, KINDS, LIMITS).members
 
 
 def random_array(dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
@@ -372,7 +377,7 @@ def test_a_request_of_tensors_and_metadata() -> None:
     """Tensors by their names, the other fields from the entry `request`; other entries are ignored."""
     query, mask = random_array(np.dtype(np.float16), (2, 3, 4)), random_array(np.dtype(np.bool_), (3, 3))
     text = '{"causal": true, "select": {"heads": [1]}, "key": [[[1, 2, 3, 4]], [[5, 6, 7, 8]]]}'
-    members = parse(save({"query": query, "attend_mask": mask}, {"request": text, "format": "pt", "note": "no { json"}), KINDS, LIMITS)
+    members = parse(save({"query": query, "attend_mask": mask}, {"request": text, "format": "pt", "note": "no { json"}))
     assert set(members) == {"query", "attend_mask", "causal", "select", "key"}
     assert_equal(members["query"], query)
     assert members["causal"] is True
@@ -381,8 +386,8 @@ def test_a_request_of_tensors_and_metadata() -> None:
 
 
 def test_a_request_of_tensors_or_metadata_alone() -> None:
-    assert set(parse(save({"query": np.ones((2, 4))}), KINDS, LIMITS)) == {"query"}
-    members = parse(save({}, {"request": '{"query": [[1, 2], [3, 4]]}'}), KINDS, LIMITS)
+    assert set(parse(save({"query": np.ones((2, 4))}))) == {"query"}
+    members = parse(save({}, {"request": '{"query": [[1, 2], [3, 4]]}'}))
     np.testing.assert_array_equal(members["query"], [[1, 2], [3, 4]])
 
 
@@ -394,9 +399,7 @@ def test_a_field_in_tensors_and_metadata_is_refused(inside: str) -> None:
             save(
                 {"query": np.ones((1, 1))},
                 {"request": f'{{"query": {inside}}}' if inside != "{}" else '{"query": {"shape": [1, 1], "data": [1]}}'},
-            ),
-            KINDS,
-            LIMITS,
+            )
         )
     assert [problem.at for problem in refusal.value.problems] == ["/query"]
 
@@ -421,7 +424,7 @@ def test_a_field_in_tensors_and_metadata_is_refused(inside: str) -> None:
 def test_an_invalid_entry_request_is_refused(request_entry: str, kind: type[AttendError]) -> None:
     """By the rules for JSON bodies."""
     with pytest.raises(RequestError) as refusal:
-        parse(body({"__metadata__": {"request": request_entry}}), KINDS, LIMITS)
+        parse(body({"__metadata__": {"request": request_entry}}))
     assert type(refusal.value) is kind
 
 
@@ -433,7 +436,7 @@ def test_a_reply_has_tensors_and_metadata() -> None:
         "empty": np.zeros((0, 3)),
     }
     reply = Reply({"name": "größe", "fingerprint": "f" * 64}, 7, "BF16", tensors)
-    pieces = encode(reply, ReplyOptions())
+    pieces = encode(reply, ReplyOptions())[1]
 
     got = read_by_library(joined(pieces))
     _, metadata = read_tensors(joined(pieces))
@@ -451,7 +454,7 @@ def test_a_reply_has_tensors_and_metadata() -> None:
 def test_a_reply_in_each_datatype(datatype: str) -> None:
     """Numbers are rounded once, to the nearest."""
     numbers = RNG.standard_normal((5, 7))
-    pieces = encode(Reply({"name": "x", "fingerprint": "y"}, 0, datatype, {"output": numbers}), ReplyOptions())
+    pieces = encode(Reply({"name": "x", "fingerprint": "y"}, 0, datatype, {"output": numbers}), ReplyOptions())[1]
     got = read_by_library(joined(pieces))["output"]
     assert datatype_of(got).name == datatype
     assert_equal(got, numbers.astype(DATATYPES[datatype].numpy))
@@ -462,17 +465,17 @@ def test_nonfinite_numbers_in_replies() -> None:
     head = {"name": "x", "fingerprint": "y"}
     scores = np.array([[0.5, -np.inf]])
     for name in ("scores", "log_sum_exp"):
-        assert_equal(load(joined(encode(Reply(head, 0, "FP64", {name: scores}), ReplyOptions())))[name], scores)
+        assert_equal(load(joined(encode(Reply(head, 0, "FP64", {name: scores}), ReplyOptions())[1]))[name], scores)
     wrong = {"output": np.array([[1.0, np.nan]]), "scores": np.array([[1.0, np.inf]]), "concatenated": np.array([[1.0, 1e6]])}
     for name, array in wrong.items():
         reply = Reply(head, 0, "FP16", {name: array})
         with pytest.raises(InvalidRequest) as refusal:
-            encode(reply, ReplyOptions())
+            encode(reply, ReplyOptions())[1]
         assert f"{name}[0, 1]" in refusal.value.detail
         with np.errstate(over="ignore"):
             wanted = array.astype(np.float16)
         for way in ("null", "string"):
-            assert_equal(load(joined(encode(reply, ReplyOptions(nonfinite=way))))[name], wanted)  # type: ignore[arg-type]
+            assert_equal(load(joined(encode(reply, ReplyOptions(nonfinite=way))[1]))[name], wanted)  # type: ignore[arg-type]
     selected = Reply(head, 0, "FP32", {"attention_weights": {"keys": np.array([0]), "values": np.array([np.nan])}})
     with pytest.raises(InvalidRequest, match=r"attention_weights.values\[0\] = nan"):
         encode(selected, ReplyOptions())
@@ -560,6 +563,6 @@ def test_random_json_headers_are_read_or_refused(header: dict[str, Any], data: b
     content = body({**header, "__metadata__": metadata}, data)
     assert_refused_or_read(content)
     try:
-        parse(content, KINDS, LIMITS)
+        parse(content)
     except AttendError as error:
         assert isinstance(error, RequestError)

@@ -87,7 +87,7 @@ class Engine:
 
     def decode_and_bind(self, request: Request, binding: Binding[Any], session_id: str = "") -> tuple[Decoded, Prepared | SessionReference]:
         """Decode the body and bind the call to its layer. A call with a session is not bound yet: it waits for earlier ones of it."""
-        decoded = self.decode(request, binding.schema)
+        decoded = request.codec.decode(request.take_body(), request.parameters, binding.schema.tensor_kinds, self.wire_limits)
         if not session_id and decoded.sequence is None and not binding.session_in_body:
             return decoded, self.bind(request, decoded, binding)
         if decoded.sequence is not None and self.sessions is None:
@@ -95,10 +95,6 @@ class Engine:
             raise InvalidRequest.where("/parameters/sequence_id", expected, decoded.sequence.id)
         reference = reference_of(session_id, decoded, binding.session_in_body)
         return decoded, self.bind(request, decoded, binding) if reference is None else reference
-
-    def decode(self, request: Request, schema: type[AttendRequest], shapes_alone: bool = False) -> Decoded:
-        """Decode the body; its members are not validated yet. Raises MalformedBody, InvalidRequest or TooLarge."""
-        return request.codec.decode(request.take_body(), request.parameters, schema.tensor_kinds, self.wire_limits, shapes_alone)
 
     def bind(self, request: Request, decoded: Decoded, binding: Binding[Any], session: Session | None = None) -> Prepared:
         """Bind a call to its layer, or to the rows of its session. Raises RequestError with pointers into the body."""

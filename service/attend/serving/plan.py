@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+from attend.limits import WireLimits
 from attend.serving.analysis import ANALYSIS
 from attend.serving.binding import ATTEND, Binding
 from attend.serving.engine import Engine
@@ -24,11 +25,15 @@ async def plan_call(engine: Engine, request: Request) -> Plan:
     or the session raises."""
     await engine.unpack(request, engine.wire_limits.max_body_bytes)
     size = request.size  # decoding takes the body out of the request
-    decoded = await engine.run(request, size, engine.decode, request, AnalysisRequest, True)
+    decoded = await engine.run(request, size, _decode, request, engine.wire_limits)
     reference = reference_of("", decoded, in_body=True)
     # on the event loop, as all sessions
     session = None if reference is None else engine.require_sessions().find(reference.id, request.api_key, reference.at)
     return await engine.run(request, size, _plan, engine, decoded, session)
+
+
+def _decode(request: Request, limits: WireLimits) -> Decoded:
+    return request.codec.decode(request.take_body(), request.parameters, AnalysisRequest.tensor_kinds, limits, shapes_alone=True)
 
 
 def _plan(engine: Engine, decoded: Decoded, session: Session | None) -> Plan:

@@ -1,21 +1,18 @@
 """Counts, logs and traces every request, also those that are refused before they are complete."""
 
 import time
-import traceback
 from typing import Any
 
 import structlog
 
-from attend import errors
-from attend.serving.faults import is_out_of_memory
+from attend.errors import CallerGone
 from attend.serving.metrics import Metrics
 from attend.serving.requests import Request
-from attend.web.errors import row_of
+from attend.web.error_replies import reply_to_error
 from attend.web.requests import Handler, HttpRequest
 from attend.web.telemetry import Telemetry
 
 log = structlog.get_logger("attend")
-UNEXPECTED_ERROR = "unexpected error; the server's log has the cause"
 
 
 class AccessLog:
@@ -26,17 +23,19 @@ class AccessLog:
         self.log = log.bind()  # the logger that a call of `log.info` would look up each time
 
     def around(self, handle: Handler) -> Handler:
-        """Middleware that records each request once `handle` has answered it."""
+        """Middleware that records each request once `handle` has answered it, or its error is replied to."""
         metrics, telemetry = self.metrics, self.telemetry
 
         async def recorded(request: HttpRequest) -> None:
             started = time.monotonic()
-            if telemetry is None:
+            span = None if telemetry is None else telemetry.begin_request(request)
+            try:
                 await handle(request)
-            else:
-                span = telemetry.begin_request(request)
-                request.reply_headers += span.reply_headers()
-                await handle(request)
+            except CallerGone:
+                request.reason = "CallerGone"
+            except Exception as error:
+                await reply_to_error(error, request)
+            if telemetry is not None and span is not None:
                 telemetry.end_request(span, request, time.monotonic() - started)
             metrics.count_request(request.label, request.status, request.received, request.sent)
             if request.reason:
@@ -78,21 +77,3 @@ class AccessLog:
             **phases,
             **refusal,
         )
-
-
-def recorded_error(error: Exception, request: Request, **where: str) -> errors.AttendError:
-    """The error to reply with; the request gets its reason and detail. A fault of the server is logged with its cause and `where`.
-
-    An exception that says that there is no memory is OutOfMemory, and what failed is freed; any other unknown one is a ServiceFault.
-    """
-    if is_out_of_memory(error):
-        traceback.clear_frames(error.__traceback__)
-        error = errors.OutOfMemory("there was not enough memory for this request")
-    if not isinstance(error, errors.AttendError):
-        log.error("internal_error", request_id=request.id, **where, exc_info=error)
-        request.reason, request.detail = "internal_error", UNEXPECTED_ERROR
-        return errors.ServiceFault(UNEXPECTED_ERROR)
-    if row_of(type(error)).status == 500:
-        log.error("failed", request_id=request.id, **where, exc_info=error.__cause__ or error)
-    request.reason, request.detail = type(error).__name__, error.detail
-    return error

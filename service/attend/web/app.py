@@ -22,7 +22,6 @@ from attend.web.application import Application
 from attend.web.connections import OPTIONS_KEY, ConnectionOptions
 from attend.web.cors import Cors
 from attend.web.endpoints import EndpointTable
-from attend.web.error_replies import ErrorReplies
 from attend.web.guard import Guard
 from attend.web.keys import Keyring
 from attend.web.replies import Replies
@@ -93,8 +92,9 @@ def _middleware(table: EndpointTable, service: Service, settings: Settings, keyr
     origins = _comma_separated(settings.cors_origins)
     if hosts is not None or keyring is not None:
         handle = Guard(handle, hosts, origins, keyring)
-    handle = ErrorReplies(handle)
-    return Replies(access_log.around(Cors(handle, origins) if origins else handle), service)
+    if origins:
+        handle = Cors(handle, origins)
+    return Replies(access_log.around(handle), service)
 
 
 def create_service(settings: Settings, clock: Callable[[], float] = time.monotonic) -> Service:

@@ -1,39 +1,52 @@
 """Replies to exceptions and to requests without an endpoint: problem details (RFC 9457), or {"error": "…"} under /v2."""
 
 import json
+import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import structlog
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from attend import errors
-from attend.web.access_log import recorded_error
+from attend.serving.faults import is_out_of_memory
+from attend.serving.requests import Request
 from attend.web.errors import problem_document, retry_after, row_of, status_in
 from attend.web.http_parser import METHODS
-from attend.web.requests import Handler, HttpRequest, is_v2
+from attend.web.requests import HttpRequest, is_v2
 from attend.wire.negotiation import JSON, PROBLEM_JSON
 
+log = structlog.get_logger("attend")
+UNEXPECTED_ERROR = "unexpected error; the server's log has the cause"
 TITLES = {404: "no such page", 405: "method not allowed", 501: "not implemented"}
 MAX_COMPARED = 128  # characters of an unknown path that are compared with the known paths
 
 
-class ErrorReplies:
-    """Middleware that replies to exceptions, and writes their reasons into the request."""
+async def reply_to_error(error: Exception, request: HttpRequest) -> None:
+    """Reply to an exception, and write its reason into the request. If another reply has begun already, that stays without its end, and
+    uvicorn closes the connection."""
+    response = _response_to(error, request)
+    if not request.status:
+        await response(request.scope, request.receive, request.send)
 
-    def __init__(self, handle: Handler) -> None:
-        self.handle = handle
 
-    async def __call__(self, request: HttpRequest) -> None:
-        """If the reply has begun already, it stays without its end, and uvicorn closes the connection."""
-        try:
-            await self.handle(request)
-        except errors.CallerGone:
-            request.reason = "CallerGone"
-        except Exception as error:
-            response = _response_to(error, request)
-            if not request.status:
-                await response(request.scope, request.receive, request.send)
+def recorded_error(error: Exception, request: Request, **where: str) -> errors.AttendError:
+    """The error to reply with; the request gets its reason and detail. A fault of the server is logged with its cause and `where`.
+
+    An exception that says that there is no memory is OutOfMemory, and what failed is freed; any other unknown one is a ServiceFault.
+    """
+    if is_out_of_memory(error):
+        traceback.clear_frames(error.__traceback__)
+        error = errors.OutOfMemory("there was not enough memory for this request")
+    if not isinstance(error, errors.AttendError):
+        log.error("internal_error", request_id=request.id, **where, exc_info=error)
+        request.reason, request.detail = "internal_error", UNEXPECTED_ERROR
+        return errors.ServiceFault(UNEXPECTED_ERROR)
+    if row_of(type(error)).status == 500:
+        log.error("failed", request_id=request.id, **where, exc_info=error.__cause__ or error)
+    request.reason, request.detail = type(error).__name__, error.detail
+    return error
 
 
 def _response_to(error: Exception, request: HttpRequest) -> Response:

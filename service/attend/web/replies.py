@@ -1,6 +1,4 @@
-"""Replies: `Replies` is the middleware that every reply passes; the responses of calls and of files."""
-
-from collections.abc import Iterable, Sequence
+"""Replies: `Replies` is the middleware that every reply passes; the responses with calls and with files."""
 
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
@@ -58,20 +56,22 @@ class Replies:
     def _begin(self, request: HttpRequest, message: Message) -> None:
         """Sets a large lease to the size of the reply, notes the status, and adds the headers of every reply.
 
-        Raises Overloaded if there is no room for a reply that was not reserved; then another reply says so. What has changed something is
-        answered, since a refusal would say that nothing was changed.
+        Raises Overloaded if there is no room for a reply that was not reserved; then another reply says so. What is computed is answered,
+        and what has changed something, since a refusal would say that nothing was changed.
         """
-        headers, status = message["headers"], message["status"]
+        headers, status, phases = message["headers"], message["status"], request.phases
         size, held = int(dict(headers).get(b"content-length", 0)), 0 if request.lease is None else request.lease.held
-        if size > MAX_UNSPLIT_REPLY or held > MAX_UNSPLIT_REPLY:  # a small lease stays as it is
-            lease = lease_of(request, self.service)
-            lease.resize(size, bounded=status < 400 and request.method not in CHANGES)
+        if max(size, held) > MAX_UNSPLIT_REPLY or (size > held and phases is not None):  # a small lease stays as it is, if it is enough
+            is_needed = status >= 400 or phases is not None or request.method in CHANGES
+            lease_of(request, self.service).resize(size, bounded=not is_needed)
         request.status = status
         if self.service.draining or self.service.retiring:  # so that clients do not reuse a connection that will be closed
             headers.append((b"connection", b"close"))
         if NO_SNIFFING not in headers:
             headers.append(NO_SNIFFING)
         headers.append((b"x-request-id", request.id.encode()))
+        if phases is not None:
+            headers.append((b"server-timing", phases.server_timing().encode()))
         headers += request.reply_headers
 
 
@@ -92,11 +92,12 @@ async def _drain_body(request: HttpRequest) -> None:
 
 
 class PiecesResponse(Response):
-    """A response whose body is in pieces. Each is freed once it is sent: freeing all at once would block the event loop."""
+    """A response with an encoded reply. Each piece is freed once it is sent: freeing all at once would block the event loop."""
 
-    def __init__(self, pieces: Sequence[Buffer], size: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        """`size`: the bytes of all pieces."""
-        self.raw_headers = [*headers, (b"content-length", b"%d" % size)]
+    def __init__(self, reply: Encoded, *more: tuple[bytes, bytes]) -> None:
+        """`more`: headers beside those that describe the reply."""
+        (headers, pieces), size = reply, sum(map(len, reply[1]))
+        self.raw_headers = [*headers, *more, (b"content-length", b"%d" % size)]
         self.unsent = list(pieces) if size > MAX_JOINED_BYTES else [b"".join(pieces)]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -108,19 +109,9 @@ class PiecesResponse(Response):
             await send({"type": "http.response.body", "body": piece, "more_body": bool(unsent)})
 
 
-def response_of_call(reply: Encoded, request: HttpRequest, *headers: tuple[bytes, bytes]) -> Response:
-    """The response with the reply of a call."""
-    assert request.phases is not None
-    (described, pieces), size = reply, sum(map(len, reply[1]))
-    if request.lease is not None and size > request.lease.held:  # than was predicted: what is computed is answered
-        request.lease.resize(size)
-    timing = (b"server-timing", request.phases.server_timing().encode())
-    return PiecesResponse(pieces, size, (*described, *headers, timing))
-
-
-def response_of_file(pieces: Sequence[Buffer], name: str) -> Response:
+def response_of_file(pieces: list[Buffer], name: str) -> Response:
     """The response with a safetensors file to save as `name`. The request's lease counts its bytes until they are sent, even if the layer
     or session is replaced meanwhile."""
     disposition = f'attachment; filename="{name}.safetensors"'.encode()
     headers = ((b"content-type", SAFETENSORS.encode()), (b"content-disposition", disposition))
-    return PiecesResponse(pieces, sum(map(len, pieces)), headers)
+    return PiecesResponse((headers, pieces))

@@ -26,7 +26,7 @@ class HttpRequest(Request):
     """An HTTP request: its headers, its channels, its endpoint, and how much of body and reply has been transferred.
 
     A comment beside a field that changes names the files that change it. Of `Request`, `request_reader.py` sets the body and how it is
-    read, `guard.py` the key, and `access_log.py` and `error_replies.py` the reason and the detail.
+    read, `guard.py` the key, and `error_replies.py` the reason and the detail.
     """
 
     scope: Scope

@@ -88,10 +88,12 @@ class Telemetry:
             meter.create_observable_up_down_counter(f"attend.{name}.count", [lambda _, value=value: [Observation(value())]], unit)
 
     def begin_request(self, request: HttpRequest) -> OpenSpan:
-        """Starts the span of a request, as a child of the caller's span if there is one."""
+        """Starts the span of a request, as a child of the caller's span if there is one. The reply names it."""
         incoming = {name.decode(): value.decode("latin-1") for name, value in request.scope["headers"] if name in TRACE_HEADERS}
         method = _method(request).replace("_OTHER", "HTTP")
-        return self._open(method if request.label == OTHER else f"{method} {request.label}", incoming)
+        span = self._open(method if request.label == OTHER else f"{method} {request.label}", incoming)
+        request.reply_headers += span.reply_headers()
+        return span
 
     def end_request(self, open_span: OpenSpan, request: HttpRequest, seconds: float) -> None:
         """Closes the span of a request."""

@@ -1,18 +1,15 @@
-"""The interface of codecs: a codec decodes a body into the members of a request, and encodes a `Reply` into headers and bytes.
+"""A codec: a function that decodes a body into the members of a request, and one that encodes a `Reply` into headers and bytes.
 
-Codecs keep no state between calls. `Decoded.reply_format` passes what the reply needs from `decode` to `encode` (an id, which outputs are
-sent as bytes). The codecs of the service's own endpoints are in `negotiation.py`, the others in `wire/v2/codec.py` and `web/grpc/codec.py`.
+They keep no state between calls. `Decoded.reply_format` passes what the reply needs from `decode` to `encode` (an id, which outputs are
+sent as bytes). `negotiation.py` has those of the service's own endpoints; `wire/v2/codec.py` and `web/grpc/codec.py` have the others.
 """
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeAlias
 
-from attend.axes import Kind
 from attend.errors import Problem, Translate
-from attend.limits import WireLimits
 from attend.tensors import Array
 from attend.wire.schemas.attend import ReplyOptions
 
@@ -73,25 +70,20 @@ class Reply:
                 yield name, tensor
 
 
-class Codec(ABC):
-    """One format of bodies."""
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """One format of bodies.
 
+    `decode(body, parameters, kinds, limits, shapes_alone=False)` decodes a request. `parameters`: values from headers and path; `kinds`
+    maps the members that are tensors to their kind; with `shapes_alone` a tensor may be given by its shape. Raises MalformedBody,
+    InvalidRequest or TooLarge.
+
+    `encode(reply, options, reply_format)` returns the headers that describe the bytes of a reply, and the bytes in pieces. Raises
+    InvalidRequest if a number is not finite and `options.nonfinite` is "error".
+    """
+
+    decode: Callable[..., Decoded]
+    encode: Callable[[Reply, ReplyOptions, Any], Encoded]
     writes_text: bool = True  # whether replies have numbers as text, which is larger than their bytes
     largest_text: float = math.inf  # bytes of text in a reply, if the format limits it
     largest_reply: tuple[str, int] | None = None  # (setting, largest reply in bytes), if the protocol limits replies
-
-    @abstractmethod
-    def decode(
-        self, body: bytes, parameters: Mapping[str, str], kinds: Mapping[str, Kind], limits: WireLimits, shapes_alone: bool = False
-    ) -> Decoded:
-        """Decodes a request. `parameters`: values from headers and path; `kinds` maps the members that are tensors to their kind.
-
-        With `shapes_alone` a tensor may be given by its shape. Raises MalformedBody, InvalidRequest or TooLarge.
-        """
-
-    @abstractmethod
-    def encode(self, reply: Reply, options: ReplyOptions, reply_format: Any) -> Encoded:
-        """The headers that describe the bytes of a reply, and the bytes in pieces.
-
-        Raises InvalidRequest if a number is not finite and `options.nonfinite` is "error".
-        """

@@ -1,59 +1,21 @@
 """The codecs by media type, and content negotiation (RFC 9110, section 12): the media types of body and reply, from request headers."""
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Literal
 
-from attend.axes import Kind
 from attend.errors import NotAcceptable, UnsupportedMediaType
-from attend.limits import WireLimits
 from attend.wire import safetensors
-from attend.wire.codec import Buffer, Codec, Decoded, Encoded, Headers, Reply
-from attend.wire.json import reader as json_reader
-from attend.wire.json.writer import encode_json
-from attend.wire.schemas.attend import ReplyOptions
+from attend.wire.codec import Codec
+from attend.wire.json import reader, writer
 
-JSON = "application/json"
-SAFETENSORS = "application/vnd.safetensors"
+JSON, SAFETENSORS = writer.MEDIA_TYPE, safetensors.MEDIA_TYPE
 HTML = "text/html"
 PROBLEM_JSON = "application/problem+json"  # of refusals (RFC 9457)
 # media type -> `figure.format`, in order of preference
 PICTURES: dict[str, Literal["png", "svg", "html"]] = {"image/png": "png", "image/svg+xml": "svg", "text/html": "html"}
-
-
-class AttendCodec(Codec):
-    """A format of the service's own endpoints, which `parse` reads and `write` writes."""
-
-    def __init__(
-        self,
-        media_type: str,
-        parse: Callable[..., dict[str, Any]],
-        write: Callable[[Reply, ReplyOptions], list[Buffer]],
-        *,
-        writes_text: bool,
-        largest_text: float = math.inf,
-    ) -> None:
-        self.parse, self.write, self.writes_text, self.largest_text = parse, write, writes_text, largest_text
-        self.headers: Headers = ((b"content-type", media_type.encode()),)
-
-    def decode(
-        self, body: bytes, parameters: Mapping[str, str], kinds: Mapping[str, Kind], limits: WireLimits, shapes_alone: bool = False
-    ) -> Decoded:
-        return Decoded(self.parse(body, kinds, limits, shapes_alone), reply_format=parameters)
-
-    def encode(self, reply: Reply, options: ReplyOptions, reply_format: Any = None) -> Encoded:
-        return self.headers, self.write(reply, options)
-
-
 CODECS: dict[str, Codec] = {  # in order of preference
-    JSON: AttendCodec(JSON, json_reader.parse, encode_json, writes_text=True),
-    SAFETENSORS: AttendCodec(
-        SAFETENSORS,
-        safetensors.parse,
-        safetensors.encode,
-        writes_text=False,
-        largest_text=safetensors.MAX_HEADER_BYTES // 2,  # the other half for the tensors' entries
-    ),
+    JSON: Codec(reader.decode, writer.encode),
+    SAFETENSORS: Codec(safetensors.decode, safetensors.encode, writes_text=False, largest_text=safetensors.LARGEST_TEXT),
 }
 SUPPORTED = tuple(CODECS)
 BINARY_TYPES = tuple(media_type for media_type in CODECS if media_type != JSON)  # in which a request to compute may be sent, besides JSON

@@ -18,12 +18,15 @@ from attend.errors import InvalidRequest, MalformedBody, RequestError, TooLarge,
 from attend.limits import JSON_TEXT_BYTES, WireLimits
 from attend.tensors import BY_SAFETENSORS, Array, Datatype, datatype_of, raw
 from attend.wire.arrays import MAX_RANK, array_of_bytes, wire_array
-from attend.wire.codec import Buffer, Reply
-from attend.wire.json import reader as json_reader
+from attend.wire.codec import Buffer, Decoded, Encoded, Headers, Reply
+from attend.wire.json import reader
 from attend.wire.json.strict import DEFAULT_LIMITS, parse_strictly
 from attend.wire.schemas.attend import ReplyOptions
 
+MEDIA_TYPE = "application/vnd.safetensors"
+HEADERS: Headers = ((b"content-type", MEDIA_TYPE.encode()),)
 MAX_HEADER_BYTES = 4 * 1024 * 1024  # of a header; the bound on its values allows about ten thousand tensors
+LARGEST_TEXT = MAX_HEADER_BYTES // 2  # bytes of text in a reply; the other half is for the tensors' entries
 MAX_CACHED_BYTES = 4096  # bytes of a header whose parsed entries are cached, and of the metadata of one whose text is
 LIST_FIELDS = {"query_offset"}  # fields that are lists in JSON and may be tensors here
 OPENING = ord("{")
@@ -158,7 +161,9 @@ def _entry_of(name: str, entry: Any, available: int | None) -> TensorEntry:
     return TensorEntry(begin, end, name, BY_SAFETENSORS[entry["dtype"]], tuple(entry["shape"]), at)
 
 
-def parse(body: bytes, kinds: Mapping[str, Kind], limits: WireLimits, shapes_alone: bool = False) -> dict[str, Any]:
+def decode(
+    body: bytes, parameters: Mapping[str, str], kinds: Mapping[str, Kind], limits: WireLimits, shapes_alone: bool = False
+) -> Decoded:
     """The members of a request: tensors under their field names, the others from the metadata entry `request`."""
     tensors, metadata = read_tensors(body, limits)
     if len(tensors) > limits.max_tensors:
@@ -169,16 +174,16 @@ def parse(body: bytes, kinds: Mapping[str, Kind], limits: WireLimits, shapes_alo
         raise MalformedBody.where("/__metadata__/request", "JSON in UTF-8", "half a surrogate pair") from None
     if len(request) > JSON_TEXT_BYTES:
         raise TooLarge.where("/__metadata__/request", f"JSON text of at most {JSON_TEXT_BYTES} bytes", str(len(request)))
-    members = json_reader.parse(request, kinds, limits, shapes_alone) if "request" in metadata else {}
+    members = dict(reader.decode(request, {}, kinds, limits, shapes_alone).members) if "request" in metadata else {}
     for name, array in tensors.items():
         if name in members:
             raise InvalidRequest.where(pointer([name]), "the field either as a tensor or in the metadata entry request", "both")
         # a tensor instead of a plain value is refused when that field is validated
         members[name] = array if name in kinds or name in LIST_FIELDS else {"tensor": list(array.shape)}
-    return members
+    return Decoded(members, parameters)
 
 
-def encode(reply: Reply, options: ReplyOptions) -> list[Buffer]:
+def encode(reply: Reply, options: ReplyOptions, reply_format: Any = None) -> Encoded:
     """Encodes a reply: tensors by name, selections as `.keys` and `.values`, the other members in the metadata entry `reply`."""
     arrays = {name: wire_array(name, array, reply.datatype, options.nonfinite)[0] for name, array in reply.arrays()}
     members: dict[str, Any] = {"layer": reply.layer, "fully_masked_rows": reply.fully_masked_rows}
@@ -186,7 +191,7 @@ def encode(reply: Reply, options: ReplyOptions) -> list[Buffer]:
         members["session"] = reply.session
     if reply.metrics is not None:
         members["metrics"] = _metrics(reply, arrays)
-    return write_tensors(arrays, {"reply": orjson.dumps(members).decode()})
+    return HEADERS, write_tensors(arrays, {"reply": orjson.dumps(members).decode()})
 
 
 def _metrics(reply: Reply, arrays: dict[str, Array]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 from starlette.testclient import TestClient
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from attend.serving.engine import Engine
+from attend.serving.requests import Request
 from attend.settings import Settings
 from attend.web.app import create_app
 from attend.web.grpc.descriptors import HEALTH_LIST
@@ -216,7 +216,7 @@ def test_out_of_memory_is_told_from_faults(error: Exception, code: str, monkeypa
         until(lambda: app.state.service.started, "started")
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         with monkeypatch.context() as patch, pytest.raises(grpc.RpcError) as refused:
-            patch.setattr(Engine, "decode", fail)
+            patch.setattr(Request, "take_body", fail)
             stub.ModelInfer(GOOD, timeout=PATIENCE)
         assert refused.value.code().name == code
         assert ("memory" in refused.value.details()) == (code == "RESOURCE_EXHAUSTED")

@@ -37,7 +37,7 @@ def outcome(body: bytes, strict: int | None, limits: WireLimits = LIMITS) -> Any
             return json_reader.DocumentReader(limits).members(parse_strictly(body), AttendRequest.tensor_kinds)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(json_reader, "MAX_STRICT_BYTES", strict)
-            return json_reader.parse(body, AttendRequest.tensor_kinds, limits)
+            return json_reader.decode(body, {}, AttendRequest.tensor_kinds, limits).members
     except AttendError as error:
         return type(error), [(problem.at, problem.expected, problem.got) for problem in error.problems]
 

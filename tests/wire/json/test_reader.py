@@ -2,7 +2,7 @@
 
 import base64
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from attend.axes import Kind
 from attend.errors import InvalidRequest, MalformedBody, RequestError, TooLarge
 from attend.limits import WireLimits
 from attend.tensors import DATATYPES
-from attend.wire.json.reader import parse
+from attend.wire.json.reader import decode
 from attend.wire.problems import validate
 from attend.wire.schemas.attend import AttendRequest
 
@@ -39,6 +39,11 @@ TRICKY = st.text(
     st.one_of(st.sampled_from('[]{}",:\\/\u005b\n'), st.characters(exclude_categories=["Cs"], exclude_characters="\0")), max_size=12
 )
 Nested = Any  # a text, or a list of such
+
+
+def parse(body: bytes, kinds: Mapping[str, Kind] = KINDS) -> Mapping[str, Any]:
+    """The members of a body."""
+    return decode(body, {}, kinds, LIMITS).members
 
 
 def nest(flat: list[str], shape: list[int]) -> Nested:
@@ -96,7 +101,7 @@ def python(text: str) -> np.ndarray[Any, Any]:
 
 def refusal(data: bytes) -> RequestError:
     with pytest.raises(RequestError) as caught:
-        parse(data, KINDS, LIMITS)
+        parse(data)
     assert caught.value.problems
     return caught.value
 
@@ -109,7 +114,7 @@ def test_regular_tensors_decode_as_python_decodes_them(tensor: tuple[list[int], 
     """Rank 1 to 4, bit for bit, with negative zeros, subnormals and integers of any size."""
     shape, nested = tensor
 
-    array = parse(body(nested, space=space), KINDS, LIMITS)["x"]
+    array = parse(body(nested, space=space))["x"]
 
     assert array.dtype == np.float64
     assert list(array.shape) == shape
@@ -122,7 +127,7 @@ def test_strings_beside_a_tensor_do_not_affect_it(
     tensor: tuple[list[int], Nested], strings: dict[str, str], ascii_only: bool, space: str
 ) -> None:
     """Brackets, quotation marks and backslashes in keys and values, escaped or not."""
-    members = parse(body(tensor[1], strings, ascii_only, space), KINDS, LIMITS)
+    members = parse(body(tensor[1], strings, ascii_only, space))
 
     assert bits(members.pop("x")) == bits(python(write(tensor[1])))
     assert members == strings
@@ -246,14 +251,14 @@ def test_every_prefix_of_a_body_is_refused(tensor: tuple[list[int], Nested], str
 
     for end in range(len(whole)):
         assert isinstance(refusal(whole[:end]), MalformedBody)
-    assert bits(parse(whole, KINDS, LIMITS)["x"]) == bits(python(write(tensor[1])))
+    assert bits(parse(whole)["x"]) == bits(python(write(tensor[1])))
 
 
 @given(st.binary(max_size=60))
 def test_random_bytes_are_read_or_refused(data: bytes) -> None:
     """Only RequestErrors are raised."""
     try:
-        parse(data, KINDS, LIMITS)
+        parse(data)
     except RequestError as error:
         assert error.problems
 
@@ -272,7 +277,7 @@ JSON = st.recursive(
 def test_random_documents_are_read_or_refused(document: dict[str, Any]) -> None:
     """Any JSON under the names of tensors: arrays of the right numbers, or a refusal with a pointer."""
     try:
-        members = parse(json.dumps(document).encode(), KINDS, LIMITS)
+        members = parse(json.dumps(document).encode())
     except RequestError as error:
         assert all(problem.at.split("/")[1] in document for problem in error.problems)
         return
@@ -301,9 +306,9 @@ def test_a_repeated_key_is_refused_with_its_name(members: dict[str, int], data: 
 @pytest.mark.parametrize("key", [r"\u0000", r"x\u0000", r"a\u0000b"])
 def test_a_key_with_a_null_character_is_an_unknown_key(key: str) -> None:
     for text in (f'{{"a": 1, "{key}": 2}}', f'{{"reply": {{"x": 1, "{key}": 3}}}}'):
-        assert parse(text.encode(), KINDS, LIMITS) == json.loads(text)
+        assert parse(text.encode()) == json.loads(text)
     with pytest.raises(InvalidRequest, match="no field of that name"):
-        validate(AttendRequest, parse(f'{{"query": [[1]], "{key}": 2}}'.encode(), AttendRequest.tensor_kinds, LIMITS))
+        validate(AttendRequest, parse(f'{{"query": [[1]], "{key}": 2}}'.encode(), AttendRequest.tensor_kinds))
 
 
 @given(tensors(), st.sampled_from(["flat", "nested", "base64"]), STRINGS)
@@ -317,7 +322,7 @@ def test_flat_nested_and_base64_data_are_equivalent(tensor: tuple[list[int], Nes
     }[form]
     text = f'{{"shape":{json.dumps(shape)},{content}}}'
 
-    members = parse(body(text, strings), KINDS, LIMITS)
+    members = parse(body(text, strings))
 
     assert bits(members["x"]) == bits(array)
     assert list(members["x"].shape) == shape
@@ -338,7 +343,7 @@ def test_base64_gives_the_exact_bytes(datatype: str, data: st.DataObject, shape:
     def send(content: bytes) -> bytes:
         return json.dumps({"x": {"shape": shape, "datatype": datatype, "base64": base64.b64encode(content).decode()}}).encode()
 
-    array = parse(send(content), KINDS, LIMITS)["x"]
+    array = parse(send(content))["x"]
 
     assert (array.dtype, list(array.shape), array.tobytes()) == (row.numpy, shape, content)
     for wrong in (content + b"\0", content[:-1] if content else b"\0\0"):
@@ -353,7 +358,7 @@ def test_many_tensors_in_one_body(tensor: tuple[list[int], Nested]) -> None:
     last = tuple(n - 1 for n in shape)
     good, bad = write(nested), write(changed(nested, last, lambda item: [item]))
 
-    members = parse(f'{{"x":{good},"y":{good},"weights":{{"a/b":{good},"c":{good}}}}}'.encode(), KINDS, LIMITS)
+    members = parse(f'{{"x":{good},"y":{good},"weights":{{"a/b":{good},"c":{good}}}}}'.encode())
     error = refusal(
         f'{{"x":{good},"y":{good},"weights":{{"a/b":{bad},"c":{good}}},"mask":{write(nest(["1"] * int(np.prod(shape)), shape))}}}'.encode()
     )
@@ -364,7 +369,7 @@ def test_many_tensors_in_one_body(tensor: tuple[list[int], Nested]) -> None:
 
 @given(st.lists(st.lists(st.sampled_from(["0", "1", "true", "false"]), min_size=3, max_size=3), min_size=1, max_size=4))
 def test_masks_may_mix_numbers_and_booleans(rows: list[list[str]]) -> None:
-    mask = parse(f'{{"mask":{write(rows)}}}'.encode(), KINDS, LIMITS)["mask"]
+    mask = parse(f'{{"mask":{write(rows)}}}'.encode())["mask"]
 
     np.testing.assert_array_equal(mask != 0, [[word in ("1", "true") for word in row] for row in rows])
 
@@ -372,7 +377,7 @@ def test_masks_may_mix_numbers_and_booleans(rows: list[list[str]]) -> None:
 @given(st.lists(st.lists(st.one_of(NUMBERS, st.just('"-inf"')), min_size=3, max_size=3), min_size=1, max_size=4))
 def test_a_bias_may_contain_minus_infinity(rows: list[list[str]]) -> None:
     """As the string "-inf"."""
-    bias = parse(f'{{"bias":{write(rows)}}}'.encode(), KINDS, LIMITS)["bias"]
+    bias = parse(f'{{"bias":{write(rows)}}}'.encode())["bias"]
 
     assert bits(bias) == bits([[-np.inf if word == '"-inf"' else float(python(f"[{word}]")[0]) for word in row] for row in rows])
 
@@ -388,20 +393,20 @@ def test_deep_nesting_is_refused_without_recursion(place: str, inside: str, dept
 
     error = None
     try:
-        parse((place % text).encode(), KINDS, LIMITS)
+        parse((place % text).encode())
     except RequestError as refused:
         error = refused
 
     assert error is not None or (place == '{"other": %s}' and depth == 60 and inside in ("1", "", '"a"', "[1], 2"))
     if depth > 1024:
         assert isinstance(error, TooLarge)
-    assert parse(b'{"x": [1]}', KINDS, LIMITS)["x"].tolist() == [1]
+    assert parse(b'{"x": [1]}')["x"].tolist() == [1]
 
 
 def test_decoded_arrays_are_not_overwritten_by_later_bodies() -> None:
-    first = parse(b'{"x": [[1, 2], [3, 4]], "other": ["kept"]}', KINDS, LIMITS)
+    first = parse(b'{"x": [[1, 2], [3, 4]], "other": ["kept"]}')
     for i in range(50):
-        parse(json.dumps({"x": [[9.5] * 50] * 50, "other": [str(i)] * 100}).encode(), KINDS, LIMITS)
+        parse(json.dumps({"x": [[9.5] * 50] * 50, "other": [str(i)] * 100}).encode())
 
     assert first["x"].tolist() == [[1, 2], [3, 4]]
     assert first["other"] == ["kept"]
@@ -413,7 +418,7 @@ def test_large_bodies_are_read_and_refused_alike() -> None:
     text = json.dumps(rows.tolist())
     assert len(text) > 4 * 1024 * 1024
 
-    assert bits(parse(f'{{"x": {text}}}'.encode(), KINDS, LIMITS)["x"]) == bits(rows)
+    assert bits(parse(f'{{"x": {text}}}'.encode())["x"]) == bits(rows)
     last = text.rindex(",") + 1
     for word, place in (("[1]", "/x/69999/3"), ("null", "/x/69999/3"), ("NaN", "/x/69999/3"), ("1, 2", "/x/69999")):
         assert refusal(f'{{"x": {text[:last]}{word}]]}}'.encode()).problems[0].at == place

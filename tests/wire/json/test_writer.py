@@ -15,7 +15,7 @@ from attend.errors import InvalidRequest
 from attend.wire.client_codec import decode_json_reply
 from attend.wire.codec import Reply
 from attend.wire.json import writer
-from attend.wire.json.writer import encode_json
+from attend.wire.json.writer import encode
 from attend.wire.schemas.attend import ReplyOptions
 
 pytestmark = pytest.mark.usefixtures("either_way")
@@ -34,7 +34,7 @@ def write(tensors: dict[str, Any], datatype: str = "FP32", **options: Any) -> di
 
 
 def text(reply: Reply, **options: Any) -> bytes:
-    return b"".join(encode_json(reply, ReplyOptions(**options)))
+    return b"".join(encode(reply, ReplyOptions(**options))[1])
 
 
 def read(tensor: dict[str, Any]) -> np.ndarray[Any, Any]:
@@ -94,7 +94,7 @@ def test_every_datatype_has_the_rounded_number(datatype: str, form: str, array: 
 @pytest.mark.parametrize("form", ["nested", "flat", "base64"])
 @pytest.mark.parametrize("datatype", DTYPES)
 @given(array=finite(np.float16), keys=hnp.arrays(np.int64, SHAPES))
-def test_decode_json_reply_inverts_encode_json(datatype: str, form: str, array: Any, keys: Any) -> None:
+def test_decode_json_reply_inverts_encode(datatype: str, form: str, array: Any, keys: Any) -> None:
     """Also for the two parts of a selection."""
     cast = array.astype(DTYPES[datatype])
     if not np.isfinite(cast).all():
@@ -246,9 +246,9 @@ def test_a_reply_in_pieces_has_the_same_bytes(shape: tuple[int, ...], form: str,
     reply = Reply(
         {"name": "tiny", "fingerprint": "a\0b"}, 7, "FP32", {"output": array, "attention_weights": {"keys": keys, "values": array}}
     )
-    whole = b"".join(encode_json(reply, ReplyOptions(form=form, **more)))
+    whole = b"".join(encode(reply, ReplyOptions(form=form, **more))[1])
     monkeypatch.setattr(writer, "NUMBERS_PER_PIECE", 15)
-    pieces = encode_json(reply, ReplyOptions(form=form, **more))
+    pieces = encode(reply, ReplyOptions(form=form, **more))[1]
     assert b"".join(pieces) == whole
     assert max(len(piece) for piece in pieces) < 450
     assert len(pieces) > 3 * array.nbytes // (15 * 8) or form == "base64"
@@ -259,8 +259,8 @@ def test_metrics_in_pieces_have_the_same_bytes(monkeypatch: pytest.MonkeyPatch) 
     indices = np.arange(-10, 190).reshape(2, 100)
     metrics = {"entropy": np.full((4, 50), np.nan), "strongest_links": {"queries": indices, "query_words": [["a"]]}}
     reply = Reply({"name": "tiny", "fingerprint": "abc"}, 7, "FP32", {}, metrics)
-    whole = encode_json(reply, ReplyOptions())
+    whole = encode(reply, ReplyOptions())[1]
     monkeypatch.setattr(writer, "NUMBERS_PER_PIECE", 15)
-    pieces = encode_json(reply, ReplyOptions())
+    pieces = encode(reply, ReplyOptions())[1]
     assert len(pieces) > 20
     assert b"".join(pieces) == b"".join(whole)

@@ -21,7 +21,7 @@ from attend.errors import RequestError
 from attend.limits import WireLimits
 from attend.wire.problems import validate
 from attend.wire.schemas.attend import AttendRequest
-from attend.wire.v2.codec import V2Codec
+from attend.wire.v2.codec import CODEC
 from support.server import Server
 from support.v2 import in_bytes, in_json, read, refused
 
@@ -36,7 +36,7 @@ INFER = "/v2/models/tiny/infer"
 def parsed(body: bytes, length: str, model: str = "tiny") -> AttendRequest:
     """Decode and validate a body. Raises RequestError if it is invalid."""
     parameters = {"model": model, "header_length": length}
-    return validate(AttendRequest, V2Codec().decode(body, parameters, AttendRequest.tensor_kinds, WireLimits()).members)
+    return validate(AttendRequest, CODEC.decode(body, parameters, AttendRequest.tensor_kinds, WireLimits()).members)
 
 
 def is_valid_request(request: AttendRequest) -> bool:

@@ -23,7 +23,7 @@ from attend.wire.json import lists as json_lists
 from attend.wire.json.reader import split_json
 from attend.wire.schemas.attend import AttendRequest
 from attend.wire.v2 import codec
-from attend.wire.v2.codec import MAX_CACHED_HEADER, V2Codec
+from attend.wire.v2.codec import CODEC, MAX_CACHED_HEADER
 from support.v2 import described, in_bytes
 
 pytestmark = pytest.mark.usefixtures("either_way")
@@ -47,7 +47,7 @@ GOOD: dict[str, Any] = {
 
 def parsed(body: bytes, length: str = "") -> dict[str, Any]:
     """The members of the request. Raises RequestError."""
-    return dict(V2Codec().decode(body, {**PARAMETERS, "header_length": length}, AttendRequest.tensor_kinds, WireLimits()).members)
+    return dict(CODEC.decode(body, {**PARAMETERS, "header_length": length}, AttendRequest.tensor_kinds, WireLimits()).members)
 
 
 def outcome(body: bytes, length: str = "") -> Any:
@@ -113,7 +113,7 @@ def test_a_parsed_header_is_cached_unless_it_is_long(parse: MagicMock, length: i
 def test_a_cached_header_is_refused_under_lower_limits() -> None:
     for limits, refusal in ((WireLimits(), nullcontext()), (WireLimits(values=4), pytest.raises(TooLarge))):
         with refusal:
-            V2Codec().decode(SMALL.encode(), PARAMETERS, AttendRequest.tensor_kinds, limits)
+            CODEC.decode(SMALL.encode(), PARAMETERS, AttendRequest.tensor_kinds, limits)
 
 
 def spaced(document: Any, draw: Any) -> str:

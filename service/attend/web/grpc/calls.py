@@ -23,7 +23,8 @@ from attend.errors import AttendError, CallerGone, MalformedBody, NotReady, Over
 from attend.serving.fair_share import FairShare
 from attend.serving.service import Service
 from attend.serving.streams import PreviousSent, answer_stream, message_reader, without_frames
-from attend.web.access_log import AccessLog, recorded_error
+from attend.web.access_log import AccessLog
+from attend.web.error_replies import recorded_error
 from attend.web.errors import retry_after, row_of
 from attend.web.grpc.codec import refusal_in_stream
 from attend.web.grpc.descriptors import SERVICE

@@ -55,59 +55,57 @@ FINAL_RESPONSE_FLAG = "triton_final_response"
 INFER_RESPONSE = 2  # field number in ModelStreamInferResponse
 
 
-class GrpcCodec(Codec):
+def grpc_codec(largest: int, stream: bool = False) -> Codec:
     """Decodes ModelInferRequest; encodes ModelInferResponse, with `stream` ModelStreamInferResponse, of at most `largest` bytes."""
+    return Codec(partial(_decode, stream), partial(_encode, stream), writes_text=False, largest_reply=("max_grpc_bytes", largest))
 
-    writes_text = False
 
-    def __init__(self, largest: int, stream: bool = False) -> None:
-        self.largest_reply, self.stream = ("max_grpc_bytes", largest), stream
+def _decode(
+    stream: bool, body: bytes, parameters: Mapping[str, str], kinds: Mapping[str, Kind], limits: WireLimits, shapes_alone: bool = False
+) -> Decoded:
+    """The request of a ModelInferRequest. Raises MalformedBody, InvalidRequest, TooLarge or LayerNotFound."""
+    parts = _split(body)
+    request, pieces = parts.message, parts.raw
+    require_version(request.model_version)
+    if not request.inputs:
+        raise InvalidRequest.where("/inputs", "a list of inputs", "nothing")
+    if pieces and len(pieces) != len(request.inputs):
+        expected = f"{len(request.inputs)} pieces, one for each input"
+        raise InvalidRequest.where("/raw_input_contents", expected, str(len(pieces)))
+    tensors, paths = [], []
+    for i, entry in enumerate(request.inputs):
+        path, array = _input(entry, pieces[i] if pieces else None, parts.typed[i], f"/inputs/{i}")
+        tensors.append((path.name, array))
+        paths.append(path)
+    options = validate(InferenceParameters, values_of(request.parameters), "/parameters")
+    for i, output in enumerate(request.outputs):
+        _check_parameters(output.parameters, OutputParameters, f"/outputs/{i}/parameters")
+    outputs = tuple(output.name for output in request.outputs)
+    members = members_of(request.model_name, tensors, options.model_extra or {}, outputs)
+    squeeze_per_item(members)
+    refuse_decimals(members)
+    marks_final = stream and options.triton_enable_empty_final_response
+    reply_format = V2ReplyFormat(request.id, outputs, marks_final=marks_final)
+    translate = partial(translate_problem, inputs=tuple(paths), outputs=outputs, model="/model_name")
+    return Decoded(members, reply_format, options.seconds, options.sequence, translate)
 
-    def decode(
-        self, body: bytes, parameters: Mapping[str, str], kinds: Mapping[str, Kind], limits: WireLimits, shapes_alone: bool = False
-    ) -> Decoded:
-        """Raises MalformedBody, InvalidRequest, TooLarge or LayerNotFound."""
-        parts = _split(body)
-        request, pieces = parts.message, parts.raw
-        require_version(request.model_version)
-        if not request.inputs:
-            raise InvalidRequest.where("/inputs", "a list of inputs", "nothing")
-        if pieces and len(pieces) != len(request.inputs):
-            expected = f"{len(request.inputs)} pieces, one for each input"
-            raise InvalidRequest.where("/raw_input_contents", expected, str(len(pieces)))
-        tensors, paths = [], []
-        for i, entry in enumerate(request.inputs):
-            path, array = _input(entry, pieces[i] if pieces else None, parts.typed[i], f"/inputs/{i}")
-            tensors.append((path.name, array))
-            paths.append(path)
-        options = validate(InferenceParameters, values_of(request.parameters), "/parameters")
-        for i, output in enumerate(request.outputs):
-            _check_parameters(output.parameters, OutputParameters, f"/outputs/{i}/parameters")
-        outputs = tuple(output.name for output in request.outputs)
-        members = members_of(request.model_name, tensors, options.model_extra or {}, outputs)
-        squeeze_per_item(members)
-        refuse_decimals(members)
-        marks_final = self.stream and options.triton_enable_empty_final_response
-        reply_format = V2ReplyFormat(request.id, outputs, marks_final=marks_final)
-        translate = partial(translate_problem, inputs=tuple(paths), outputs=outputs, model="/model_name")
-        return Decoded(members, reply_format, options.seconds, options.sequence, translate)
 
-    def encode(self, reply: Reply, options: ReplyOptions, reply_format: V2ReplyFormat) -> Encoded:
-        """The reply as one message. The tensors are appended without the protobuf library, which would copy them once more."""
-        response = messages.ModelInferResponse(model_name=reply.layer["name"], model_version=VERSION, id=reply_format.id)
-        response.parameters["fully_masked_rows"].int64_param = reply.fully_masked_rows
-        response.parameters["fingerprint"].string_param = reply.layer["fingerprint"]
-        if reply_format.marks_final:
-            response.parameters[FINAL_RESPONSE_FLAG].bool_param = True
-        pieces: list[Buffer] = []
-        for name, array in requested_arrays(reply, reply_format.outputs):
-            array, _ = wire_array(name, array, reply.datatype, options.nonfinite)
-            response.outputs.add(name=name, datatype=datatype_of(array).name, shape=array.shape)
-            pieces += [length_prefixed(RAW_OUTPUTS_FIELD, array.nbytes), raw(array)]
-        pieces.insert(0, response.SerializeToString())
-        if self.stream:
-            pieces.insert(0, length_prefixed(INFER_RESPONSE, sum(map(len, pieces))))
-        return (), [b"".join(pieces)]
+def _encode(stream: bool, reply: Reply, options: ReplyOptions, reply_format: V2ReplyFormat) -> Encoded:
+    """The reply as one message. The tensors are appended without the protobuf library, which would copy them once more."""
+    response = messages.ModelInferResponse(model_name=reply.layer["name"], model_version=VERSION, id=reply_format.id)
+    response.parameters["fully_masked_rows"].int64_param = reply.fully_masked_rows
+    response.parameters["fingerprint"].string_param = reply.layer["fingerprint"]
+    if reply_format.marks_final:
+        response.parameters[FINAL_RESPONSE_FLAG].bool_param = True
+    pieces: list[Buffer] = []
+    for name, array in requested_arrays(reply, reply_format.outputs):
+        array, _ = wire_array(name, array, reply.datatype, options.nonfinite)
+        response.outputs.add(name=name, datatype=datatype_of(array).name, shape=array.shape)
+        pieces += [length_prefixed(RAW_OUTPUTS_FIELD, array.nbytes), raw(array)]
+    pieces.insert(0, response.SerializeToString())
+    if stream:
+        pieces.insert(0, length_prefixed(INFER_RESPONSE, sum(map(len, pieces))))
+    return (), [b"".join(pieces)]
 
 
 def refusal_in_stream(body: bytes, detail: str) -> bytes:

@@ -16,7 +16,7 @@ from attend.serving.binding import ATTEND
 from attend.serving.requests import Request
 from attend.serving.service import Service
 from attend.web.grpc import messages
-from attend.web.grpc.codec import GrpcCodec, values_of
+from attend.web.grpc.codec import grpc_codec, values_of
 from attend.web.v2.description import ProtocolExtensions, config_of, index_of, metadata_of, statistics_of
 from attend.web.v2.routes import MODEL_BYTES, STATISTICS_BYTES, load_layer
 from attend.wire.codec import Codec
@@ -45,7 +45,7 @@ class Methods:
 
     def __init__(self, service: Service, extensions: ProtocolExtensions, largest: int) -> None:
         self.service, self.extensions, self.largest = service, extensions, largest
-        self.codec, self.stream_codec = GrpcCodec(largest), GrpcCodec(largest, stream=True)
+        self.codec, self.stream_codec = grpc_codec(largest), grpc_codec(largest, stream=True)
 
     async def server_live(self, message: Any, request: GrpcRequest) -> Any:
         return messages.ServerLiveResponse(live=True)

@@ -12,7 +12,7 @@ from attend.serving.plan import plan_call
 from attend.serving.service import Service
 from attend.web.endpoints import INFER, LAYER, SESSION, EndpointTable
 from attend.web.openapi import BINARY
-from attend.web.replies import response_of_call
+from attend.web.replies import PiecesResponse
 from attend.web.request_reader import receive_body
 from attend.web.requests import Body, HttpRequest
 from attend.wire.negotiation import BINARY_TYPES, CODECS, JSON, PICTURES, accepted_type, media_type_of_body
@@ -61,7 +61,7 @@ def add_endpoints(table: EndpointTable, service: Service) -> None:
         With `Accept: application/vnd.safetensors` the reply is a safetensors file with the same outputs.
         """
         await receive_body(request, service)
-        return response_of_call(await service.engine.answer(request, ATTEND), request)
+        return PiecesResponse(await service.engine.answer(request, ATTEND))
 
     @table.add(
         "POST",
@@ -79,7 +79,7 @@ def add_endpoints(table: EndpointTable, service: Service) -> None:
         The body is that of POST /attend, and the metrics to compute.
         """
         await receive_body(request, service)
-        return response_of_call(await service.engine.answer(request, ANALYSIS), request)
+        return PiecesResponse(await service.engine.answer(request, ANALYSIS))
 
     @table.add(
         "POST",
@@ -116,4 +116,4 @@ def add_endpoints(table: EndpointTable, service: Service) -> None:
         codec = CODECS[media_type_of_body(request.header(b"content-type"))]
         picture_type = accepted_type(request.header(b"accept"), tuple(PICTURES))
         await receive_body(request, service, codec, {"picture_type": picture_type})
-        return response_of_call(await service.engine.answer(request, FIGURE), request, PICTURE_POLICY)
+        return PiecesResponse(await service.engine.answer(request, FIGURE), PICTURE_POLICY)

@@ -13,7 +13,7 @@ from attend.serving.sessions.steps import STEP
 from attend.serving.sessions.transfer import export_cache, import_cache
 from attend.web.endpoints import INFER, LAYER, SESSION, TIMED, EndpointTable
 from attend.web.openapi import BINARY
-from attend.web.replies import response_of_call, response_of_file
+from attend.web.replies import PiecesResponse, response_of_file
 from attend.web.request_reader import begin_without_body, receive_body
 from attend.web.requests import Body, HttpRequest
 from attend.wire.negotiation import BINARY_TYPES, JSON, SAFETENSORS
@@ -152,7 +152,7 @@ def add_endpoints(table: EndpointTable, service: Service) -> None:
         """
         service.engine.require_sessions().find(id, request.api_key)  # before the body is read
         await receive_body(request, service)
-        return response_of_call(await service.engine.answer(request, STEP, id), request)
+        return PiecesResponse(await service.engine.answer(request, STEP, id))
 
     @table.add(
         "GET",

@@ -12,7 +12,7 @@ from attend.serving.layers.registry import LoadedLayer
 from attend.serving.service import Service
 from attend.web.endpoints import ADMIN, INFER, LAYER, PUBLIC, READ, TIMED, EndpointTable
 from attend.web.openapi import schema
-from attend.web.replies import response_of_call
+from attend.web.replies import PiecesResponse
 from attend.web.request_reader import begin_without_body, receive_body
 from attend.web.requests import Body, HttpRequest
 from attend.web.routes.layers import NewName
@@ -20,7 +20,7 @@ from attend.web.v2.description import ProtocolExtensions, config_of, index_of, m
 from attend.wire.negotiation import CODECS, JSON
 from attend.wire.problems import validate
 from attend.wire.schemas.schema import require_layer_name
-from attend.wire.v2.codec import HEADER_LENGTH, V2Codec
+from attend.wire.v2.codec import CODEC, HEADER_LENGTH
 from attend.wire.v2.members import decode_config, require_version
 from attend.wire.v2.schemas import (
     Health,
@@ -45,7 +45,6 @@ REPOSITORY_PATH = "/v2/repository/models/{name}"
 STATISTICS_BYTES = 1000  # of the statistics of a model, roughly
 MODEL_BYTES = 80  # of the entry of a model in the index of the repository, roughly
 MAX_BODY_BYTES = 1 << 16  # bytes of a body for the model repository, before and after decompression; a spec has some hundreds
-CODEC = V2Codec()
 INFER_EXAMPLE = {
     "inputs": [{"name": "query", "shape": [1, 3, 4], "datatype": "FP32", "data": [1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1, 0]}],
     "parameters": {"causal": True, "reply": '{"decimals": 3}'},
@@ -200,7 +199,7 @@ def add_endpoints(table: EndpointTable, service: Service, extensions: ProtocolEx
         find(request, name)  # before the body is read
         # Content-Type and Accept are ignored: clients send arbitrary ones
         await receive_body(request, service, CODEC, {"model": name, "header_length": _header_length(request)})
-        return response_of_call(await service.engine.answer(request, ATTEND), request)
+        return PiecesResponse(await service.engine.answer(request, ATTEND))
 
     _add_repository(table, service, extensions)
 

@@ -20,6 +20,7 @@ from attend.limits import WireLimits
 from attend.spec_parts import whole
 from attend.tensors import DATATYPES, Array, shape_alone
 from attend.wire.arrays import MAX_RANK, array_of_base64
+from attend.wire.codec import Decoded
 from attend.wire.json.lists import NumberList, RawValue, array_of_lists
 from attend.wire.json.strict import SCALARS, line_and_column, parse_strictly
 from attend.wire.problems import MAX_SHOWN, describe_value
@@ -38,20 +39,24 @@ MEMBERS_PER_TENSOR = 4  # a tensor is a member of an object, and as an object it
 TENSOR_KEYS = ("shape", "datatype", "data", "base64")
 
 
-def parse(body: bytes, kinds: Mapping[str, Kind], limits: WireLimits, shapes_alone: bool = False) -> dict[str, Any]:
-    """The members of the JSON object `body`; those named in `kinds` as arrays, the others as Python objects.
+def decode(
+    body: bytes, parameters: Mapping[str, str], kinds: Mapping[str, Kind], limits: WireLimits, shapes_alone: bool = False
+) -> Decoded:
+    """The members of the JSON object `body`; those named in `kinds` as arrays, the others as Python objects. The reply may need the
+    `parameters`.
 
     `kinds` maps names of members to the kind of their tensor; "weights/*" names every member of the object `weights`. With `shapes_alone` a
     tensor may be given by its shape: zeros that take no memory. Raises MalformedBody, InvalidRequest or TooLarge.
     """
     try:
         parts = split_json(body, limits)
-        return DocumentReader(limits, shapes_alone, parts.values).members(parts.document(limits), kinds)
+        members = DocumentReader(limits, shapes_alone, parts.values).members(parts.document(limits), kinds)
     except TooLarge:
         raise
     except RequestError as refusal:
         document = parse_refused(body, limits, refusal)
-    return DocumentReader(limits, shapes_alone).members(document, kinds)
+        members = DocumentReader(limits, shapes_alone).members(document, kinds)
+    return Decoded(members, parameters)
 
 
 def parse_refused(body: bytes, limits: WireLimits, refusal: RequestError) -> Any:

@@ -15,10 +15,12 @@ import pybase64
 
 from attend.tensors import Array, datatype_of, raw
 from attend.wire.arrays import may_be_minus_infinity, wire_array
-from attend.wire.codec import Buffer, Reply
+from attend.wire.codec import Buffer, Encoded, Headers, Reply
 from attend.wire.native import numbers
 from attend.wire.schemas.attend import ReplyOptions
 
+MEDIA_TYPE = "application/json"
+HEADERS: Headers = ((b"content-type", MEDIA_TYPE.encode()),)
 NUMBERS_PER_PIECE = 1 << 15  # numbers written at a time, which takes about a millisecond
 PLACEHOLDER = b"\0"  # replaces a `JsonText` in a document; JSON text never contains this byte
 
@@ -29,7 +31,7 @@ class JsonText(tuple[Buffer, ...]):
     __slots__ = ()
 
 
-def encode_json(reply: Reply, options: ReplyOptions) -> list[Buffer]:
+def encode(reply: Reply, options: ReplyOptions, reply_format: Any = None) -> Encoded:
     """The reply as JSON, in pieces. Raises InvalidRequest if a number is not finite and `options.nonfinite` is "error"."""
     pieces: list[Buffer] = [orjson.dumps({"layer": reply.layer, "fully_masked_rows": reply.fully_masked_rows})[:-1]]
     for name, tensor in reply.tensors.items():
@@ -51,7 +53,7 @@ def encode_json(reply: Reply, options: ReplyOptions) -> list[Buffer]:
         metrics = {name: _metric(value, reply.datatype, options) for name, value in reply.metrics.items()}
         pieces += [b',"metrics":', *write_json(metrics)]
     pieces.append(b"}")
-    return pieces
+    return HEADERS, pieces
 
 
 def write_json(document: dict[str, Any]) -> list[Buffer]:

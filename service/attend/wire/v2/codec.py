@@ -19,12 +19,11 @@ from attend.errors import InvalidRequest, MalformedBody, RequestError, TooLarge
 from attend.limits import WireLimits
 from attend.tensors import Datatype, datatype_of, raw
 from attend.wire.arrays import array_of_bytes, wire_array
-from attend.wire.codec import Buffer, Codec, Decoded, Encoded, Headers, Reply
+from attend.wire.codec import Buffer, Codec, Decoded, Encoded, Reply
 from attend.wire.json.lists import NumberList
 from attend.wire.json.reader import MAX_STRICT_BYTES, DocumentReader, array_of_data, parse_refused, shape_of, split_json
 from attend.wire.json.strict import parse_strictly
-from attend.wire.json.writer import json_text_of, write_json
-from attend.wire.negotiation import JSON
+from attend.wire.json.writer import HEADERS, json_text_of, write_json
 from attend.wire.problems import describe_value, validate
 from attend.wire.schemas.attend import ReplyOptions
 from attend.wire.v2.members import (
@@ -47,7 +46,6 @@ from attend.wire.v2.schemas import InferenceInput, InferenceParameters, Inferenc
 MAX_CACHED_HEADER = 4096  # bytes of a header template that is cached; longer ones rarely repeat
 BEFORE_DATA = re.compile(rb'"data"\s*:\s*(?=\[)')
 HEADER_LENGTH = b"inference-header-content-length"
-JSON_HEADERS: Headers = ((b"content-type", JSON.encode()),)
 
 
 class ListPlaceholder(NamedTuple):
@@ -70,40 +68,42 @@ class V2Input(NamedTuple):
     stop: int = 0
 
 
-class V2Codec(Codec):
-    """Requests of `parameters["model"]`; `parameters["header_length"]` is the value of Inference-Header-Content-Length, "" without one."""
+def decode(
+    body: bytes, parameters: Mapping[str, str], kinds: Mapping[str, Kind], limits: WireLimits, shapes_alone: bool = False
+) -> Decoded:
+    """A request of `parameters["model"]`; `parameters["header_length"]` is the value of Inference-Header-Content-Length, "" without one."""
+    size = _header_size(parameters["header_length"], len(body))
+    text, binary = body if size == len(body) else body[:size], memoryview(body)[size:]
+    return _decode(text, binary, parameters["model"], limits)
 
-    def decode(
-        self, body: bytes, parameters: Mapping[str, str], kinds: Mapping[str, Kind], limits: WireLimits, shapes_alone: bool = False
-    ) -> Decoded:
-        size = _header_size(parameters["header_length"], len(body))
-        text, binary = body if size == len(body) else body[:size], memoryview(body)[size:]
-        return _decode(text, binary, parameters["model"], limits)
 
-    def encode(self, reply: Reply, options: ReplyOptions, reply_format: V2ReplyFormat) -> Encoded:
-        """The JSON, then the bytes of the binary outputs."""
-        outputs: list[dict[str, Any]] = []
-        pieces: list[Buffer] = []
-        binary = False
-        for name, array in requested_arrays(reply, reply_format.outputs):
-            array, nonfinite = wire_array(name, array, reply.datatype, options.nonfinite)
-            entry: dict[str, Any] = {"name": name, "shape": array.shape, "datatype": datatype_of(array).name}
-            if reply_format.in_text(name):
-                entry["data"] = json_text_of(name, array.reshape(-1), nonfinite, options)
-            else:
-                binary, entry["parameters"] = True, {"binary_data_size": array.nbytes}
-                if array.nbytes:
-                    pieces.append(raw(array))
-            outputs.append(entry)
-        document: dict[str, Any] = {"model_name": reply.layer["name"], "model_version": VERSION}
-        if reply_format.id is not None:
-            document["id"] = reply_format.id
-        parameters = {"fully_masked_rows": reply.fully_masked_rows, "fingerprint": reply.layer["fingerprint"]}
-        header = write_json({**document, "parameters": parameters, "outputs": outputs})
-        if not binary:
-            return JSON_HEADERS, header
-        length = str(sum(map(len, header))).encode()
-        return ((b"content-type", b"application/octet-stream"), (HEADER_LENGTH, length)), [*header, *pieces]
+def encode(reply: Reply, options: ReplyOptions, reply_format: V2ReplyFormat) -> Encoded:
+    """The JSON, then the bytes of the binary outputs."""
+    outputs: list[dict[str, Any]] = []
+    pieces: list[Buffer] = []
+    binary = False
+    for name, array in requested_arrays(reply, reply_format.outputs):
+        array, nonfinite = wire_array(name, array, reply.datatype, options.nonfinite)
+        entry: dict[str, Any] = {"name": name, "shape": array.shape, "datatype": datatype_of(array).name}
+        if reply_format.in_text(name):
+            entry["data"] = json_text_of(name, array.reshape(-1), nonfinite, options)
+        else:
+            binary, entry["parameters"] = True, {"binary_data_size": array.nbytes}
+            if array.nbytes:
+                pieces.append(raw(array))
+        outputs.append(entry)
+    document: dict[str, Any] = {"model_name": reply.layer["name"], "model_version": VERSION}
+    if reply_format.id is not None:
+        document["id"] = reply_format.id
+    parameters = {"fully_masked_rows": reply.fully_masked_rows, "fingerprint": reply.layer["fingerprint"]}
+    header = write_json({**document, "parameters": parameters, "outputs": outputs})
+    if not binary:
+        return HEADERS, header
+    length = str(sum(map(len, header))).encode()
+    return ((b"content-type", b"application/octet-stream"), (HEADER_LENGTH, length)), [*header, *pieces]
+
+
+CODEC = Codec(decode, encode)
 
 
 def _header_size(length: str, received: int) -> int:
