@@ -22,7 +22,7 @@ REASONS = {
     "the session is not there, or does not fit": [
         r"the id of a session(, as POST /sessions returns it| that this server keeps)",
         r"query_segments and key_segments, since the keys are those of all calls",
-        r"sequence_start, or the id of a sequence of this model that has begun|a sequence_id in addition",
+        r"a part that begins a sequence, or is of one that has begun|a sequence_id in addition",
         r"no \w+(, since .*| beside session)|no gradients, .*|one sequence.*",
         r"\d+, the length of the session|at most \d+, the length of the session",
         r"safetensors: .*|a safetensors header .*|a tensor|a number of rows|the cache of a layer with the fingerprint of .*",

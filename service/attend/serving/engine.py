@@ -75,43 +75,47 @@ class Engine:
             decoded, found = self.decode_and_bind(request, binding, session_id)
         else:
             decoded, found = await self.run(request, size, self.decode_and_bind, request, binding, session_id)
-        if not isinstance(found, SessionReference):
-            return await self.complete(request, decoded, found, started)
-        if decoded.sequence is not None:
-            binding = STEP
-        asked = self.clock()
-        async with lock_for_call(self.require_sessions(), found, request) as session:
-            waited = self.clock() - asked
-            bound = await self.run_by_size(request, size, self.bind, request, decoded, binding, session)
-            return await self.complete(request, decoded, bound, started, waited)
-
-    def decode_and_bind(self, request: Request, binding: Binding[Any], session_id: str = "") -> tuple[Decoded, Prepared | SessionReference]:
-        """Decode the body and bind the call to its layer. A call with a session is not bound yet: it waits for earlier ones of it."""
-        decoded = request.codec.decode(request.take_body(), request.parameters, binding.schema.tensor_kinds, self.wire_limits)
-        if not session_id and decoded.sequence is None and not binding.session_in_body:
-            return decoded, self.bind(request, decoded, binding)
-        if decoded.sequence is not None and self.sessions is None:
-            expected = "no sequence, since this server keeps none; `attend serve --session-memory BYTES` does"
-            raise InvalidRequest.where("/parameters/sequence_id", expected, decoded.sequence.id)
-        reference = reference_of(session_id, decoded, binding.session_in_body)
-        return decoded, self.bind(request, decoded, binding) if reference is None else reference
-
-    def bind(self, request: Request, decoded: Decoded, binding: Binding[Any], session: Session | None = None) -> Prepared:
-        """Bind a call to its layer, or to the rows of its session. Raises RequestError with pointers into the body."""
         try:
-            if session is None:
-                bound = binding.bind(decoded, self.find(decoded.members, binding.schema), self.admission)
-            else:
-                bound = binding.bind_to_session(session, decoded, self.admission)
-            if bound.cost.word_bytes > request.reply_codec.largest_text:
-                expected = (
-                    f"at most {request.reply_codec.largest_text} bytes of words in a safetensors reply; ask for fewer links, or for JSON"
-                )
-                raise TooLarge.where("", expected, f"up to {bound.cost.word_bytes}")
-            if request.reply_codec.largest_reply is not None:
-                _require_small_reply(bound, *request.reply_codec.largest_reply)
+            if not isinstance(found, SessionReference):
+                return await self.complete(request, decoded, found, started)
+            if decoded.sequence is not None:
+                binding = STEP
+            asked = self.clock()
+            async with lock_for_call(self.require_sessions(), found, request) as session:
+                waited = self.clock() - asked
+                bound = await self.run_by_size(request, size, self.bind, request, decoded, binding, session)
+                return await self.complete(request, decoded, bound, started, waited)
         except RequestError as error:
             raise error.translated(decoded.translate) from None
+
+    def decode_and_bind(self, request: Request, binding: Binding[Any], session_id: str = "") -> tuple[Decoded, Prepared | SessionReference]:
+        """Decode the body and bind the call to its layer. A call with a session is not bound yet: it waits for earlier ones of it.
+
+        Raises AttendError, whose paths point into the body.
+        """
+        decoded = request.codec.decode(request.take_body(), request.parameters, binding.schema.tensor_kinds, self.wire_limits)
+        try:
+            if not session_id and decoded.sequence is None and not binding.session_in_body:
+                return decoded, self.bind(request, decoded, binding)
+            if decoded.sequence is not None and self.sessions is None:
+                expected = "no sequence, since this server keeps none; `attend serve --session-memory BYTES` does"
+                raise InvalidRequest.where("/sequence", expected, decoded.sequence.id)
+            reference = reference_of(session_id, decoded, binding.session_in_body)
+            return decoded, self.bind(request, decoded, binding) if reference is None else reference
+        except RequestError as error:
+            raise error.translated(decoded.translate) from None
+
+    def bind(self, request: Request, decoded: Decoded, binding: Binding[Any], session: Session | None = None) -> Prepared:
+        """Bind a call to its layer, or to the rows of its session. Raises RequestError."""
+        if session is None:
+            bound = binding.bind(decoded, self.find(decoded.members, binding.schema), self.admission)
+        else:
+            bound = binding.bind_to_session(session, decoded, self.admission)
+        if bound.cost.word_bytes > request.reply_codec.largest_text:
+            expected = f"at most {request.reply_codec.largest_text} bytes of words in a safetensors reply; ask for fewer links, or for JSON"
+            raise TooLarge.where("", expected, f"up to {bound.cost.word_bytes}")
+        if request.reply_codec.largest_reply is not None:
+            _require_small_reply(bound, *request.reply_codec.largest_reply)
         shares_batches = (bound.operation.largest_batch or self.scheduler.batch_limits.calls) > 1
         if shares_batches and not self.scheduler.computes_inline(bound.cost, bound.operation, bound.call):
             return bound._replace(batch_key=batch_key(bound.layer, bound.call, bound.operation))
@@ -133,10 +137,8 @@ class Engine:
             outcome = await bound.binding.compute(self.submit, bound, request)
             computed_at = self.clock()
             reply = await bound.binding.reply(self, bound, outcome.result, decoded, request)
-        except BaseException as error:  # including CancelledError when the caller disconnects
+        except BaseException:  # including CancelledError when the caller disconnects
             self.statistics.count_failed(layer, self.clock() - started)
-            if isinstance(error, RequestError):
-                raise error.translated(decoded.translate) from None
             raise
         phases = Phases(bound_at - started - waited, outcome.queue + waited, outcome.compute, self.clock() - computed_at)
         self.metrics.count_call(*phases)

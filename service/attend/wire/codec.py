@@ -32,7 +32,7 @@ class Decoded(NamedTuple):
     members: Mapping[str, Any]
     reply_format: Any = None  # passed to `encode` of the same codec
     timeout: float | None = None  # seconds, from the body; the headers may set another deadline
-    sequence: SequencePart | None = None
+    sequence: SequencePart | None = None  # problems point to it as /sequence
     translate: Translate | None = None  # None: the body has the members in the same places
 
 

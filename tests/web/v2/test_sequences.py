@@ -64,7 +64,7 @@ def test_a_sequence_equals_one_causal_call(infer: Callable[..., Any], stateful: 
 
 def test_sequence_start_starts_and_restarts_a_sequence(infer: Callable[..., Any], stateful: Server) -> None:
     row = RNG.standard_normal((1, WIDTH)).astype(np.float32)
-    with pytest.raises(Exception, match="sequence_start, or the id of a sequence of this model that has begun"):
+    with pytest.raises(Exception, match=r"a part that begins a sequence, or is of one that has begun, .* at /parameters/sequence_id"):
         infer(row, 12)
     first = infer(row, 12, sequence_start=True)
     infer(row, 12)

@@ -58,8 +58,7 @@ async def lock_sequence(sessions: SessionRegistry, layer: str, part: SequencePar
     before = sessions.of_sequence(key)
     session = sessions.begin_sequence(key, PostSession(layer=layer)) if part.start else before
     if session is None:
-        expected = "sequence_start, or the id of a sequence of this model that has begun"
-        raise InvalidRequest.where("/parameters/sequence_id", expected, describe_value(part.id))
+        raise InvalidRequest.where("/sequence", "a part that begins a sequence, or is of one that has begun", describe_value(part.id))
     try:
         async with lock_session(sessions, session.id, request.api_key, request):
             yield session

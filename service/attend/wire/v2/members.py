@@ -4,7 +4,7 @@ Tensors have their field names. A field that is no tensor is a request parameter
 field (`select`, `window`, …) is JSON text. Unknown names are refused. This module is independent of JSON and protobuf.
 
 Errors found during decoding point into the V2 request. Later ones point into the AttendRequest: `translate_problem` turns a tensor field
-into an input, by its index, every other field into a parameter, and the layer into the model.
+into an input, by its index, every other field and the sequence into a parameter, and the layer into the model.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -200,6 +200,8 @@ def translate_problem(problem: Problem, inputs: Sequence[InputPath], outputs: Se
     name, *index = problem.at.split("/")[1:] or [""]
     if name == "layer":
         return replace(problem, at=model)
+    if name == "sequence":
+        return replace(problem, at="/parameters/sequence_id")
     if name == "outputs" and outputs and index:
         names = [output.partition(".")[0] for output in outputs]
         return replace(problem, at=f"/outputs/{names.index([*dict.fromkeys(names)][int(index[0])])}")
