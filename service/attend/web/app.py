@@ -16,20 +16,16 @@ from attend.serving.service import NO_PAGES, Service, ServiceOptions, open_servi
 from attend.serving.sessions.ids import default_replica, new_process
 from attend.serving.sessions.registry import SessionRegistry
 from attend.settings import Settings
-from attend.web import openapi
 from attend.web.access_log import AccessLog
 from attend.web.application import Application
 from attend.web.connections import OPTIONS_KEY, ConnectionOptions
 from attend.web.cors import Cors
-from attend.web.endpoints import EndpointTable
 from attend.web.guard import Guard
 from attend.web.keys import Keyring
 from attend.web.replies import Replies
 from attend.web.requests import Handler
-from attend.web.routes import attend, health, layers, page, sessions, words
 from attend.web.slow_peers import SlowPeerTimer
 from attend.web.telemetry import start_telemetry
-from attend.web.v2 import routes as v2
 from attend.web.v2.description import ProtocolExtensions
 from attend.wire.native import numbers
 
@@ -57,7 +53,7 @@ def create_app(
             await service.begin(settings.all_layers(), pages)
             if service.failed:  # the log says why
                 raise NotReady("the layers could not be loaded")
-        async with _grpc(settings, service, extensions, table, keyring, access_log):
+        async with _grpc(settings, service, extensions, app.table.grpc_scopes(), keyring, access_log):
             if settings.workers == 1:
                 service.begin(settings.all_layers(), pages)
             yield {"service": service, OPTIONS_KEY: connections}
@@ -66,26 +62,15 @@ def create_app(
             telemetry.close()
 
     telemetry = start_telemetry(service) if settings.telemetry else None
-    table = EndpointTable(service)
-    attend.add_endpoints(table, service)
-    layers.add_endpoints(table, service, extensions.require_writable)
-    sessions.add_endpoints(table, service)
-    models = settings.workers == 1  # a layer loaded on demand would exist in one worker only
-    words.add_endpoints(table, service, models, extensions.require_writable)
-    v2.add_endpoints(table, service, extensions)
-    page.add_endpoints(table, service, _index_members(settings, service))
-    health.add_endpoints(table, service)
-    openapi.add_endpoints(table)
     access_log = AccessLog(service.metrics, settings.access_log, telemetry)
     timer = SlowPeerTimer(settings.client_timeout, settings.min_client_rate)
     connections = ConnectionOptions(timer, service.metrics, access_log.refusal)
-    handle = _middleware(table, service, settings, keyring, access_log)
-    return Application(table, handle, service, lifespan)
+    middleware = partial(_middleware, settings, keyring, access_log)
+    return Application(service, extensions, _index_members(settings, service), middleware, lifespan)
 
 
-def _middleware(table: EndpointTable, service: Service, settings: Settings, keyring: Keyring | None, access_log: AccessLog) -> Handler:
-    """What every request passes: the last line first."""
-    handle: Handler = table.call
+def _middleware(settings: Settings, keyring: Keyring | None, access_log: AccessLog, handle: Handler) -> Handler:
+    """What every request passes before `handle`: the last line first."""
     names = frozenset(_comma_separated(settings.allowed_hosts.lower()))
     open_to_browsers = is_local(settings) and keyring is None  # any page open in a browser on this machine can reach the server
     hosts = names if (names or open_to_browsers) and "*" not in names else None
@@ -94,7 +79,7 @@ def _middleware(table: EndpointTable, service: Service, settings: Settings, keyr
         handle = Guard(handle, hosts, origins, keyring)
     if origins:
         handle = Cors(handle, origins)
-    return Replies(access_log.around(handle), service)
+    return Replies(access_log.around(handle))
 
 
 def create_service(settings: Settings, clock: Callable[[], float] = time.monotonic) -> Service:
@@ -144,7 +129,7 @@ def _grpc(
     settings: Settings,
     service: Service,
     extensions: ProtocolExtensions,
-    table: EndpointTable,
+    scopes: Mapping[str, frozenset[str]],
     keyring: Keyring | None,
     access_log: AccessLog,
 ) -> AbstractAsyncContextManager[None]:
@@ -164,7 +149,7 @@ def _grpc(
         tls=tls,
         access_log=access_log,
         keyring=keyring,
-        scopes=table.grpc_scopes(),
+        scopes=scopes,
     )
     return run_grpc_server(service, extensions, address, options)
 

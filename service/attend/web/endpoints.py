@@ -1,10 +1,11 @@
 """The table of endpoints, one row each: method, path, the scopes of keys, function and schemas.
 
 Everything that depends on an endpoint reads the table: the guard (scopes), the dispatch of requests, the labels of metrics and traces,
-gRPC (scopes), the OpenAPI document, and the refusals of unknown paths and methods. Each file of `web/routes/` and `web/v2/routes.py` add
-the rows of one noun. A row is a function, as starlette has them: from a request, and its parameters, to a response:
+gRPC (scopes), the OpenAPI document, and the refusals of unknown paths and methods. Each file of `web/routes/`, and `web/v2/routes.py`,
+has the rows of one noun, which the table of the application includes. A row is a function, as starlette has them, from a request, and its
+parameters, to a response; it finds what it answers with at the request, as `request.service`, or in `request.app.state`:
 
-    @table.add("GET", "/layers/{name}", READ, refusals=LAYER, tags=["layers"], response_model=LayerInfo)
+    @endpoints.add("GET", "/layers/{name}", READ, refusals=LAYER, tags=["layers"], response_model=LayerInfo)
     async def get_layer(request: HttpRequest, name: str) -> Response: ...
 
 It reads the body by `request_reader.py`, and makes the response by a function of `replies.py`. FastAPI makes the OpenAPI document of the
@@ -12,9 +13,10 @@ rows (`openapi.py`), and takes no part in requests.
 """
 
 import re
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
+from starlette.applications import Starlette
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -51,10 +53,9 @@ F = TypeVar("F", bound=Callable[..., Awaitable[Response]])
 
 
 class EndpointTable:
-    """The endpoints of one application, which answers with `service`."""
+    """The endpoints of one noun, or of an application."""
 
-    def __init__(self, service: Service) -> None:
-        self.service = service
+    def __init__(self) -> None:
         self._endpoints: list[Endpoint] = []
         self._exact: dict[str, dict[str, Endpoint]] = {}  # path without parameters -> method -> endpoint
         self._patterns: dict[int, dict[re.Pattern[str], dict[str, Endpoint]]] = {}  # number of slashes -> path -> method -> endpoint
@@ -84,12 +85,17 @@ class EndpointTable:
             endpoint = Endpoint(
                 method, path, scopes, function, values, description, body, refusals, aliases, grpc_methods, needs_layers, page
             )
-            self._endpoints.append(endpoint)
-            for template in (path, *aliases):
-                self._by_method(template)[method] = endpoint
+            self.include([endpoint])
             return function
 
         return added
+
+    def include(self, endpoints: Iterable[Endpoint]) -> None:
+        """Adds these endpoints."""
+        for endpoint in endpoints:
+            self._endpoints.append(endpoint)
+            for template in (endpoint.path, *endpoint.aliases):
+                self._by_method(template)[endpoint.method] = endpoint
 
     def _by_method(self, template: str) -> dict[str, Endpoint]:
         if "{" not in template:
@@ -112,8 +118,8 @@ class EndpointTable:
         """The scopes of which a key needs one, by the name of the gRPC method."""
         return {method: endpoint.scopes for endpoint in self for method in endpoint.grpc_methods}
 
-    def request(self, scope: Scope, receive: Receive, send: Send) -> HttpRequest:
-        """The new request with this scope."""
+    def request(self, app: Starlette, service: Service, scope: Scope, receive: Receive, send: Send) -> HttpRequest:
+        """The new request with this scope to an application."""
         pairs, method = scope["headers"], scope["method"]
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         headers = dict(pairs)
@@ -122,6 +128,8 @@ class EndpointTable:
         label = endpoint.path if endpoint is not None else next(iter(endpoints.values())).path if endpoints else OTHER
         connection = scope["state"].get(CONNECTION_KEY) if "state" in scope else None
         request = scope[REQUEST_KEY] = HttpRequest(
+            app=app,
+            service=service,
             id=valid_request_id(headers[b"x-request-id"].decode("latin-1") if b"x-request-id" in headers else None),
             scope=scope,
             receive=receive,
@@ -151,8 +159,8 @@ class EndpointTable:
         if (endpoint := request.endpoint) is None:
             response = no_endpoint(request, [endpoint.path for endpoint in self if endpoint.documented])
         else:
-            if endpoint.needs_layers and not self.service.started:
-                self.service.require_started()
+            if endpoint.needs_layers and not request.service.started:
+                request.service.require_started()
             parameters = {} if endpoint.parameters is None else endpoint.parameters(request)
             response = await endpoint.function(request, **parameters)
         await response(request.scope, request.receive, request.send)

@@ -1,7 +1,7 @@
 """GET /openapi.json, generated from the table of endpoints and Pydantic models, and GET /docs, with assets from this server."""
 
 import inspect
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 from fastapi.openapi.docs import get_swagger_ui_html
@@ -60,34 +60,36 @@ BODY_REFUSALS = (
 )
 
 
-def add_endpoints(table: EndpointTable) -> None:
-    """Adds GET /openapi.json, GET /docs and the files of that page."""
-    files, document = StaticFiles(packages=[("fastapi_swagger", "resources")]), cache(partial(describe, table))
+endpoints = EndpointTable()
+FILES = StaticFiles(packages=[("fastapi_swagger", "resources")])
 
-    @table.add("GET", "/openapi.json", READ, include_in_schema=False)
-    async def openapi_json(request: HttpRequest) -> Response:
-        """The document of the server as the client sees it: below the prefix that a proxy removes."""
-        whole = await run_in_threadpool(document)  # takes a few hundred milliseconds the first time
-        root = request.scope.get("root_path", "")
-        return JSONResponse({**whole, "servers": [{"url": root}, *whole["servers"]]} if root else whole)
 
-    @table.add("GET", "/docs", READ, include_in_schema=False)
-    async def docs(request: HttpRequest) -> Response:
-        root = request.scope.get("root_path", "")
-        page = get_swagger_ui_html(
-            openapi_url=f"{root}/openapi.json",
-            title="attend",
-            swagger_js_url=f"{root}/docs/swagger-ui-bundle.js",
-            swagger_css_url=f"{root}/docs/swagger-ui.css",
-            swagger_favicon_url=f"{root}/docs/favicon-32x32.png",
-            swagger_ui_parameters={"tryItOutEnabled": True},
-        )
-        page.headers.update(HEADERS)
-        return page
+@endpoints.add("GET", "/openapi.json", READ, include_in_schema=False)
+async def openapi_json(request: HttpRequest) -> Response:
+    """The document of the server as the client sees it: below the prefix that a proxy removes."""
+    whole = await run_in_threadpool(request.app.state.openapi)  # takes a few hundred milliseconds the first time
+    root = request.scope.get("root_path", "")
+    return JSONResponse({**whole, "servers": [{"url": root}, *whole["servers"]]} if root else whole)
 
-    @table.add("GET", "/docs/{file}", READ, include_in_schema=False)
-    async def docs_file(request: HttpRequest, file: str) -> Response:
-        return await files.get_response(file, request.scope)
+
+@endpoints.add("GET", "/docs", READ, include_in_schema=False)
+async def docs(request: HttpRequest) -> Response:
+    root = request.scope.get("root_path", "")
+    page = get_swagger_ui_html(
+        openapi_url=f"{root}/openapi.json",
+        title="attend",
+        swagger_js_url=f"{root}/docs/swagger-ui-bundle.js",
+        swagger_css_url=f"{root}/docs/swagger-ui.css",
+        swagger_favicon_url=f"{root}/docs/favicon-32x32.png",
+        swagger_ui_parameters={"tryItOutEnabled": True},
+    )
+    page.headers.update(HEADERS)
+    return page
+
+
+@endpoints.add("GET", "/docs/{file}", READ, include_in_schema=False)
+async def docs_file(request: HttpRequest, file: str) -> Response:
+    return await FILES.get_response(file, request.scope)
 
 
 def describe(table: EndpointTable) -> dict[str, Any]:

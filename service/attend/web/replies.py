@@ -3,7 +3,6 @@
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from attend.serving.service import Service
 from attend.web.connections import REQUEST_KEY
 from attend.web.request_reader import lease_of
 from attend.web.requests import Handler, HttpRequest
@@ -20,15 +19,15 @@ MAX_DRAINED_BYTES = 64 << 20  # largest body of a refused request that is read a
 class Replies:
     """Middleware that adds the headers of every reply, sends long replies in pieces, and releases the lease once the reply is sent."""
 
-    def __init__(self, handle: Handler, service: Service) -> None:
-        self.handle, self.service = handle, service
+    def __init__(self, handle: Handler) -> None:
+        self.handle = handle
 
     async def __call__(self, request: HttpRequest) -> None:
         send, connection, is_head = request.send, request.connection, request.method == "HEAD"
 
         async def observed_send(message: Message) -> None:
             if message["type"] == "http.response.start":
-                self._begin(request, message)
+                _begin(request, message)
             else:
                 if is_head:
                     message = {**message, "body": b""}
@@ -53,26 +52,27 @@ class Replies:
             if request.lease is not None:
                 request.lease.resize(0)
 
-    def _begin(self, request: HttpRequest, message: Message) -> None:
-        """Sets a large lease to the size of the reply, notes the status, and adds the headers of every reply.
 
-        Raises Overloaded if there is no room for a reply that was not reserved; then another reply says so. What is computed is answered,
-        and what has changed something, since a refusal would say that nothing was changed.
-        """
-        headers, status, phases = message["headers"], message["status"], request.phases
-        size, held = int(dict(headers).get(b"content-length", 0)), 0 if request.lease is None else request.lease.held
-        if max(size, held) > MAX_UNSPLIT_REPLY or (size > held and phases is not None):  # a small lease stays as it is, if it is enough
-            is_needed = status >= 400 or phases is not None or request.method in CHANGES
-            lease_of(request, self.service).resize(size, bounded=not is_needed)
-        request.status = status
-        if self.service.draining or self.service.retiring:  # so that clients do not reuse a connection that will be closed
-            headers.append((b"connection", b"close"))
-        if NO_SNIFFING not in headers:
-            headers.append(NO_SNIFFING)
-        headers.append((b"x-request-id", request.id.encode()))
-        if phases is not None:
-            headers.append((b"server-timing", phases.server_timing().encode()))
-        headers += request.reply_headers
+def _begin(request: HttpRequest, message: Message) -> None:
+    """Sets a large lease to the size of the reply, notes the status, and adds the headers of every reply.
+
+    Raises Overloaded if there is no room for a reply that was not reserved; then another reply says so. What is computed is answered,
+    and what has changed something, since a refusal would say that nothing was changed.
+    """
+    headers, status, phases = message["headers"], message["status"], request.phases
+    size, held = int(dict(headers).get(b"content-length", 0)), 0 if request.lease is None else request.lease.held
+    if max(size, held) > MAX_UNSPLIT_REPLY or (size > held and phases is not None):  # a small lease stays as it is, if it is enough
+        is_needed = status >= 400 or phases is not None or request.method in CHANGES
+        lease_of(request).resize(size, bounded=not is_needed)
+    request.status = status
+    if request.service.draining or request.service.retiring:  # so that clients do not reuse a connection that will be closed
+        headers.append((b"connection", b"close"))
+    if NO_SNIFFING not in headers:
+        headers.append(NO_SNIFFING)
+    headers.append((b"x-request-id", request.id.encode()))
+    if phases is not None:
+        headers.append((b"server-timing", phases.server_timing().encode()))
+    headers += request.reply_headers
 
 
 async def _drain_body(request: HttpRequest) -> None:

@@ -8,7 +8,6 @@ from ipaddress import IPv6Network
 from attend.errors import CallerGone, DeadlinePassed, InvalidRequest, MalformedBody, TooLarge
 from attend.serving.byte_budget import Lease
 from attend.serving.requests import NO_PARAMETERS
-from attend.serving.service import Service
 from attend.web.requests import HttpRequest
 from attend.wire.codec import Codec
 from attend.wire.compression import coding_of_reply
@@ -21,7 +20,6 @@ UNCHECKED_BYTES = 64 * 1024  # a body of at most this many bytes is checked agai
 
 async def receive_body(
     request: HttpRequest,
-    service: Service,
     codec: Codec | None = None,
     parameters: Mapping[str, str] = NO_PARAMETERS,
     *,
@@ -34,7 +32,8 @@ async def receive_body(
 
     Raises RequestError, Overloaded or DeadlinePassed; CallerGone if the client disconnects before the body is complete.
     """
-    headers, limits = request.headers, service.wire_limits
+    headers, service = request.headers, request.service
+    limits = service.wire_limits
     if codec is None:
         codec, reply_codec = _codecs(headers.get(b"content-type", b""), headers.get(b"accept", b""))
     else:
@@ -44,7 +43,7 @@ async def receive_body(
         limit = ("", largest)
     request.codec, request.reply_codec, request.parameters = codec, reply_codec, parameters
     timed = service.timeout is not None or b"x-request-timeout" in headers
-    request.deadline, lease = deadline_of(request, service) if timed else None, lease_of(request, service)
+    request.deadline, lease = deadline_of(request) if timed else None, lease_of(request)
     arriving = _pieces(request, limit, lease)
     if request.deadline is None:
         pieces = await arriving
@@ -62,10 +61,10 @@ async def receive_body(
     request.body = pieces[0] if len(pieces) == 1 else pieces
 
 
-def begin_without_body(request: HttpRequest, service: Service) -> None:
+def begin_without_body(request: HttpRequest) -> None:
     """Set the deadline and the lease of a request that has no body. Raises InvalidRequest for an invalid X-Request-Timeout."""
-    request.deadline = deadline_of(request, service)
-    lease_of(request, service)
+    request.deadline = deadline_of(request)
+    lease_of(request)
 
 
 @lru_cache(64)  # clients repeat these headers
@@ -75,11 +74,11 @@ def _codecs(content_type: bytes, accept: bytes) -> tuple[Codec, Codec]:
     return CODECS[body], CODECS[media_type_of_reply(accept.decode("latin-1"))]
 
 
-def lease_of(request: HttpRequest, service: Service) -> Lease:
+def lease_of(request: HttpRequest) -> Lease:
     """The request's share of the byte budget. `web/replies.py` releases it once the reply is sent."""
     if request.lease is None:
         request.caller = request.api_key or network_of(request.address)
-        request.lease = Lease(service.budget, request.caller)
+        request.lease = Lease(request.service.budget, request.caller)
     return request.lease
 
 
@@ -94,8 +93,9 @@ def network_of(address: str) -> str:
         return address
 
 
-def deadline_of(request: HttpRequest, service: Service) -> float | None:
+def deadline_of(request: HttpRequest) -> float | None:
     """The deadline on the service's clock, from X-Request-Timeout or the settings; None without either. Raises InvalidRequest."""
+    service = request.service
     if b"x-request-timeout" not in request.headers:
         return None if service.timeout is None else service.clock() + service.timeout
     timeout = request.header(b"x-request-timeout")

@@ -10,11 +10,13 @@ from dataclasses import dataclass, field
 from random import getrandbits
 from typing import Any
 
+from starlette.applications import Starlette
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from attend.errors import AttendError
 from attend.serving.requests import Request
+from attend.serving.service import Service
 from attend.web.connections import REQUEST_KEY, Connection
 
 OTHER = "other"  # label of all paths where nothing is served
@@ -29,6 +31,8 @@ class HttpRequest(Request):
     read, `guard.py` the key, and `error_replies.py` the reason and the detail.
     """
 
+    app: Starlette  # whose state has what endpoints answer with, beside the service (`application.py`)
+    service: Service
     scope: Scope
     receive: Receive
     send: Send  # changed in replies.py and cors.py

@@ -9,7 +9,6 @@ from attend.serving.analysis import ANALYSIS
 from attend.serving.binding import ATTEND
 from attend.serving.figures import FIGURE
 from attend.serving.plan import plan_call
-from attend.serving.service import Service
 from attend.web.endpoints import INFER, LAYER, SESSION, EndpointTable
 from attend.web.openapi import BINARY
 from attend.web.replies import PiecesResponse
@@ -40,80 +39,81 @@ PICTURE_POLICY = (
     b"content-security-policy",
     b"sandbox allow-scripts; default-src 'none'; img-src data:; script-src 'unsafe-inline'; style-src 'unsafe-inline'",
 )
+endpoints = EndpointTable()
 
 
-def add_endpoints(table: EndpointTable, service: Service) -> None:
-    """Adds the endpoints."""
+@endpoints.add(
+    "POST",
+    "/attend",
+    INFER,
+    needs_layers=True,
+    tags=["attend"],
+    response_model=AttendReply,
+    body=Body(AttendRequest, ((DEFAULT_LAYER_EXAMPLE, "Four rows, causal."), (ATTEND_EXAMPLE, "For the layer `tiny`.")), BINARY_TYPES),
+    refusals=(*LAYER, NotAcceptable),
+)
+async def attend(request: HttpRequest) -> Response:
+    """Attention output and weights for queries, keys, values and masks.
 
-    @table.add(
-        "POST",
-        "/attend",
-        INFER,
-        needs_layers=True,
-        tags=["attend"],
-        response_model=AttendReply,
-        body=Body(AttendRequest, ((DEFAULT_LAYER_EXAMPLE, "Four rows, causal."), (ATTEND_EXAMPLE, "For the layer `tiny`.")), BINARY_TYPES),
-        refusals=(*LAYER, NotAcceptable),
-    )
-    async def attend(request: HttpRequest) -> Response:
-        """Attention output and weights for queries, keys, values and masks.
+    With `Accept: application/vnd.safetensors` the reply is a safetensors file with the same outputs.
+    """
+    await receive_body(request)
+    return PiecesResponse(await request.service.engine.answer(request, ATTEND))
 
-        With `Accept: application/vnd.safetensors` the reply is a safetensors file with the same outputs.
-        """
-        await receive_body(request, service)
-        return PiecesResponse(await service.engine.answer(request, ATTEND))
 
-    @table.add(
-        "POST",
-        "/attend/analysis",
-        INFER,
-        needs_layers=True,
-        tags=["attend"],
-        response_model=AnalysisReply,
-        body=Body(AnalysisRequest, ((ANALYSIS_EXAMPLE, "What each head does with four words."),), BINARY_TYPES),
-        refusals=(*LAYER, *SESSION, NotAcceptable),
-    )
-    async def analysis(request: HttpRequest) -> Response:
-        """Numbers on what each head does.
+@endpoints.add(
+    "POST",
+    "/attend/analysis",
+    INFER,
+    needs_layers=True,
+    tags=["attend"],
+    response_model=AnalysisReply,
+    body=Body(AnalysisRequest, ((ANALYSIS_EXAMPLE, "What each head does with four words."),), BINARY_TYPES),
+    refusals=(*LAYER, *SESSION, NotAcceptable),
+)
+async def analysis(request: HttpRequest) -> Response:
+    """Numbers on what each head does.
 
-        The body is that of POST /attend, and the metrics to compute.
-        """
-        await receive_body(request, service)
-        return PiecesResponse(await service.engine.answer(request, ANALYSIS))
+    The body is that of POST /attend, and the metrics to compute.
+    """
+    await receive_body(request)
+    return PiecesResponse(await request.service.engine.answer(request, ANALYSIS))
 
-    @table.add(
-        "POST",
-        "/attend/plan",
-        INFER,
-        needs_layers=True,
-        tags=["attend"],
-        response_model=Plan,
-        body=Body(AttendRequest, ((PLAN_EXAMPLE, "Tensors may be given by shape alone."),), BINARY_TYPES),
-        refusals=(*LAYER, *SESSION),
-    )
-    async def plan(request: HttpRequest) -> Response:
-        """Shapes and cost of the reply to a body, and whether it is admitted. Computes nothing.
 
-        The body is that of POST /attend; with `metrics`, that of POST /attend/analysis.
-        """
-        await receive_body(request, service)
-        found = await plan_call(service.engine, request)
-        return Response(found.model_dump_json(), media_type=JSON)
+@endpoints.add(
+    "POST",
+    "/attend/plan",
+    INFER,
+    needs_layers=True,
+    tags=["attend"],
+    response_model=Plan,
+    body=Body(AttendRequest, ((PLAN_EXAMPLE, "Tensors may be given by shape alone."),), BINARY_TYPES),
+    refusals=(*LAYER, *SESSION),
+)
+async def plan(request: HttpRequest) -> Response:
+    """Shapes and cost of the reply to a body, and whether it is admitted. Computes nothing.
 
-    @table.add(
-        "POST",
-        "/attend/figure",
-        INFER,
-        needs_layers=True,
-        tags=["attend"],
-        response_class=Response,
-        responses={200: {"description": "The picture.", "content": PICTURE_CONTENT}},
-        body=Body(FigureRequest, ((FIGURE_EXAMPLE, "Heat maps of all heads."),), BINARY_TYPES),
-        refusals=(*LAYER, *SESSION, NotAcceptable),
-    )
-    async def figure(request: HttpRequest) -> Response:
-        """A picture of the attention weights: PNG, SVG or a standalone HTML page. The same request gives the same bytes."""
-        codec = CODECS[media_type_of_body(request.header(b"content-type"))]
-        picture_type = accepted_type(request.header(b"accept"), tuple(PICTURES))
-        await receive_body(request, service, codec, {"picture_type": picture_type})
-        return PiecesResponse(await service.engine.answer(request, FIGURE), PICTURE_POLICY)
+    The body is that of POST /attend; with `metrics`, that of POST /attend/analysis.
+    """
+    await receive_body(request)
+    found = await plan_call(request.service.engine, request)
+    return Response(found.model_dump_json(), media_type=JSON)
+
+
+@endpoints.add(
+    "POST",
+    "/attend/figure",
+    INFER,
+    needs_layers=True,
+    tags=["attend"],
+    response_class=Response,
+    responses={200: {"description": "The picture.", "content": PICTURE_CONTENT}},
+    body=Body(FigureRequest, ((FIGURE_EXAMPLE, "Heat maps of all heads."),), BINARY_TYPES),
+    refusals=(*LAYER, *SESSION, NotAcceptable),
+)
+async def figure(request: HttpRequest) -> Response:
+    """A picture of the attention weights: PNG, SVG or a standalone HTML page. The same request gives the same bytes."""
+    codec = CODECS[media_type_of_body(request.header(b"content-type"))]
+    picture_type = accepted_type(request.header(b"accept"), tuple(PICTURES))
+    await receive_body(request, codec, {"picture_type": picture_type})
+    return PiecesResponse(await request.service.engine.answer(request, FIGURE), PICTURE_POLICY)

@@ -12,7 +12,6 @@ from starlette.staticfiles import StaticFiles
 
 from attend.serving.layer_requests import known_families
 from attend.serving.layers.registry import by_name
-from attend.serving.service import Service
 from attend.version import __version__
 from attend.web.endpoints import PUBLIC, READ, TIMED, EndpointTable
 from attend.web.request_reader import begin_without_body
@@ -38,38 +37,39 @@ class PageFiles(StaticFiles):
         return response
 
 
-def add_endpoints(table: EndpointTable, service: Service, members: dict[str, Any]) -> None:
-    """Adds GET / and the page's files. `members`: further members of the JSON index."""
-    files = PageFiles(packages=[("attend", "web/page"), ("attend", "assets")])
+endpoints = EndpointTable()
+FILES = PageFiles(packages=[("attend", "web/page"), ("attend", "assets")])
 
-    @table.add(
-        "GET",
-        "/",
-        READ,
-        page=True,
-        tags=["operation"],
-        refusals=TIMED,
-        response_model=dict[str, Any],
-        responses={200: {"description": "The index, or the page for callers that prefer text/html.", "content": {HTML: {}}}},
-    )
-    async def index(request: HttpRequest) -> Response:
-        """Version, threads, limits and layers; in a browser, a page that shows heads."""
-        if accepted_type(request.header(b"accept"), (JSON, HTML)) == HTML:
-            response = await files.get_response("index.html", request.scope)
-        else:
-            layers = service.registry.all()
 
-            def reply() -> Response:
-                about = {"name": "attend", "version": __version__, "contract": CONTRACT}
-                return JSONResponse({**about, **members, "layers": [layer.name for layer in by_name(layers)], "documentation": "/docs"})
+@endpoints.add(
+    "GET",
+    "/",
+    READ,
+    page=True,
+    tags=["operation"],
+    refusals=TIMED,
+    response_model=dict[str, Any],
+    responses={200: {"description": "The index, or the page for callers that prefer text/html.", "content": {HTML: {}}}},
+)
+async def index(request: HttpRequest) -> Response:
+    """Version, threads, limits and layers; in a browser, a page that shows heads."""
+    if accepted_type(request.header(b"accept"), (JSON, HTML)) == HTML:
+        response = await FILES.get_response("index.html", request.scope)
+    else:
+        layers = request.service.registry.all()
 
-            begin_without_body(request, service)
-            response = await service.engine.run(request, NAME_BYTES * len(layers), reply)  # in a thread, as GET /layers
-        response.headers["Vary"] = "Accept"
-        return response
+        def reply() -> Response:
+            about = {"name": "attend", "version": __version__, "contract": CONTRACT, **request.app.state.index_members}
+            return JSONResponse({**about, "layers": [layer.name for layer in by_name(layers)], "documentation": "/docs"})
 
-    @table.add("GET", "/page/{file}", PUBLIC, include_in_schema=False)
-    async def page_file(request: HttpRequest, file: str) -> Response:
-        if file == "families.json":  # with which the page offers the parts of a model's folder
-            return JSONResponse(known_families(), headers=HEADERS)
-        return await files.get_response(file, request.scope)
+        begin_without_body(request)
+        response = await request.service.engine.run(request, NAME_BYTES * len(layers), reply)  # in a thread, as GET /layers
+    response.headers["Vary"] = "Accept"
+    return response
+
+
+@endpoints.add("GET", "/page/{file}", PUBLIC, include_in_schema=False)
+async def page_file(request: HttpRequest, file: str) -> Response:
+    if file == "families.json":  # with which the page offers the parts of a model's folder
+        return JSONResponse(known_families(), headers=HEADERS)
+    return await FILES.get_response(file, request.scope)
