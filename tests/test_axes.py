@@ -1,6 +1,5 @@
 """The tables of tensors are complete: schemas, calls and operators have the same names."""
 
-import dataclasses
 from typing import Any, get_args
 
 import numpy as np
@@ -9,8 +8,7 @@ import torch
 
 from attend.attention.call import Call
 from attend.attention.program import program_of
-from attend.attention.reference.call import ReferenceCall
-from attend.axes import CALL_TENSORS, FEATURES, PROGRAM_TENSORS, TENSOR_FIELDS
+from attend.axes import FEATURES, PROGRAM_TENSORS, TENSOR_FIELDS
 from attend.check.random_cases import REQUEST_FEATURES
 from attend.limits import ServingLimits
 from attend.serving.calls import make_call
@@ -42,8 +40,6 @@ def test_every_tensor_of_a_request_has_a_row_whose_elements_are_those_of_its_sch
 def test_rows_name_fields_and_tensors_that_exist() -> None:
     fields = {name for field in TENSOR_FIELDS.values() for name in (field.needs, field.excludes) if name}
     assert fields <= AttendRequest.model_fields.keys()
-    others = {field.name for field in dataclasses.fields(Call) if field.name not in ("options", "query", "key", "value", "masks", "cached")}
-    assert others == set(CALL_TENSORS)
 
 
 def test_what_a_field_needs_may_be_in_every_request_that_may_have_the_field() -> None:
@@ -58,7 +54,6 @@ def test_each_tensor_that_steps_read_is_read_by_one_and_is_in_random_cases() -> 
     spec = LayerSpec(d_model=8, num_heads=2)
     read = {name for step in program_of(spec, FEATURES) for name in step.reads}
     assert {field.value for field in PROGRAM_TENSORS.values()} <= read
-    assert {*PROGRAM_TENSORS} <= {field.name for field in dataclasses.fields(ReferenceCall)}
     assert {*FEATURES.values()} == {name for name in REQUEST_FEATURES if name in PROGRAM_TENSORS} | {"pattern", "head_outputs"}
 
 

@@ -97,7 +97,7 @@ class TensorField:
         return f"{shapes}; {self.broadcasts}" if self.broadcast else shapes
 
 
-PAIRS, ROWS = "q,k b,q,k b,h,q,k", "h b,h b,h,q"
+PAIRS, ROWS, OF_HEADS = "q,k b,q,k b,h,q,k", "h b,h b,h,q", "h b,h"
 INPUTS = {
     "query": TensorField("b,q,query_dim", packed=True, divisible=True, new_rows=True, prepared=True),
     "key": TensorField("b,k,key_dim", packed=True, divisible=True, new_rows=True, prepared=True),
@@ -130,7 +130,7 @@ LENGTHS = {
     "query_lengths": TensorField("sequences", kind="count", packed=True),
     "key_lengths": TensorField("sequences", kind="count", needs="query_lengths", packed=True),
 }
-OTHERS = {  # of `Call`
+OTHERS = {  # of `Call.given`
     "positions": TensorField(
         "b,q b,q,axes",
         "b",
@@ -151,7 +151,7 @@ OTHERS = {  # of `Call`
         new_rows=True,
     ),
     "head_scale": TensorField(
-        "h b,h", onto="b,h,q,k", packed=True, divisible=True, prepared=True, value="head_scale", adds_step=True, after_heads=True
+        OF_HEADS, onto="b,h,q,k", packed=True, divisible=True, prepared=True, value="head_scale", adds_step=True, after_heads=True
     ),
     "pattern": TensorField(PAIRS, "bhqk", onto="b,h,q,k", at_least="float32", value="pattern", adds_step=True),
     "pattern_rows": TensorField(ROWS, "bhq", "mask", needs="pattern", onto="b,h,q,k", value="pattern_rows"),
@@ -161,9 +161,9 @@ OTHERS = {  # of `Call`
 }
 OF_ANALYSES = {"direction": TensorField("b,q,output_dim")}
 TENSOR_FIELDS: Mapping[str, TensorField] = INPUTS | MASKS | LENGTHS | OTHERS | OF_ANALYSES
-CALL_TENSORS = {field.tensor or name: field for name, field in OTHERS.items()}  # by their names in `Call`
+CALL_TENSORS = {field.tensor or name: field for name, field in OTHERS.items()}  # by their names in `Call.given`
 PROGRAM_TENSORS = {name: field for name, field in CALL_TENSORS.items() if field.value}
-FEATURES = {field.value: name for name, field in PROGRAM_TENSORS.items() if field.adds_step}  # feature -> tensor in `Call`
+FEATURES = {field.value: name for name, field in PROGRAM_TENSORS.items() if field.adds_step}  # feature -> tensor in `Call.given`
 
 GRADIENTS: Mapping[str, str] = {  # outputs that are no value of a program -> their axes
     "query_gradient": "b,q,query_dim",

@@ -18,5 +18,5 @@ def test_layers_with_each_operator_agree_with_the_reference(operator: type[Opera
         case = case_with(operator, seed)
         weights = weights_of(case)
         expected = forward.attend(case.spec, weights, **case.request).output
-        output = Layer(case.spec, weights).attend(ReferenceCall(**case.request)).output
+        output = Layer(case.spec, weights).attend(ReferenceCall.from_fields(**case.request)).output
         np.testing.assert_allclose(np.reshape(output, expected.shape), expected, rtol=1e-9, atol=1e-12, equal_nan=True)

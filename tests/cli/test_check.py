@@ -202,7 +202,7 @@ def test_a_half_precision_layer_with_fewer_digits_is_detected(dtype):
         case = random_case(np.random.default_rng(number), dtype=dtype)
         weights = weights_of(case)
         reference, rounded = attend(case.spec, weights, **case.request), with_roundings(case, weights)
-        right, wrong = rounded, Coarse(case.spec, weights).attend(ReferenceCall(**case.request))
+        right, wrong = rounded, Coarse(case.spec, weights).attend(ReferenceCall.from_fields(**case.request))
         for outputs, agrees in ((right, True), (wrong, False)):
             reply = {name: getattr(outputs, name).reshape(getattr(reference, name).shape) for name in compared_outputs(case.spec)}
             found = compare_reply(case, reference, reply, reference.fully_masked_rows, rounded)

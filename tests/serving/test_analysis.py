@@ -38,7 +38,7 @@ WINDOW, LINKS, MASS = 1, 3, 0.8
 
 def items(case: Case, weights: dict[str, Any], words: Any) -> list[Item]:
     """The items of a case, with padding and positions derived from the request alone."""
-    request = ReferenceCall(**case.request)
+    request = ReferenceCall.from_fields(**case.request)
     ref = Layer(case.spec, weights).attend(request)
     b, h, q, _ = ref.attention_weights.shape
     positions, real = request.query_indices(ref.scores.shape, needed=False), request.real_keys()

@@ -163,7 +163,7 @@ def _offset(request: Mapping[str, Any], keys: int) -> int:
     offset = request["query_offset"]
     if offset != "end":
         return int(offset)
-    whole = ReferenceCall(**{**request, "key": np.zeros((keys, 1)), "value": None})
+    whole = ReferenceCall.from_fields(**{**request, "key": np.zeros((keys, 1)), "value": None})
     return int(whole.query_indices((1, 1, len(request["query"]), keys), True)[0, 0])
 
 

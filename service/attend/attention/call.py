@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attend.attention.masks import MASK_TENSORS, Masks
 from attend.attention.torch_arithmetic import top_k
-from attend.axes import CALL_TENSORS, FEATURES
+from attend.axes import FEATURES
 
 FullyMasked = Literal["zero", "uniform", "error"]
 SCORED = frozenset({"scores", "attention_weights", "log_sum_exp"})
@@ -80,15 +80,8 @@ class Call:
     key: Tensor  # [b, k, key_dim]; in self-attention the query
     value: Tensor  # [b, k, value_dim]
     masks: Masks
-    query_coordinates: Tensor | None = None  # float64 [b|1, q] or [b|1, q, axes], by which RoPE rotates queries; None: masks.positions
-    key_coordinates: Tensor | None = None  # float64 [b|1, k] or [b|1, k, axes]; None: 0, 1, …
-    head_scale: Tensor | None = None  # [b|1, h, 1, 1]
+    given: Mapping[str, Tensor] = field(default_factory=dict)  # its other tensors, as the rows of CALL_TENSORS say
     cached: Mapping[str, Tensor] | None = None  # values of the program that a cache keeps, of all its rows
-    output_gradient: Tensor | None = None  # [b, q, output_dim], if gradients are among the outputs
-    pattern: Tensor | None = None  # [b|1, h|1, q|1, k|1], weights in place of the computed ones, in at least float32
-    pattern_rows: Tensor | None = None  # bool [b|1, h|1, q|1, 1]: of the rows that have them; None: all
-    head_outputs: Tensor | None = None  # [b|1, h|1, q|1, value_head_dim], in place of the computed ones
-    head_output_rows: Tensor | None = None  # bool [b|1, h|1, q|1, 1]: of the rows that are replaced; None: all
 
     def with_options(self, **changes: Any) -> "Call":
         """The call with other options."""
@@ -97,8 +90,9 @@ class Call:
     @property
     def coordinates(self) -> tuple[Tensor, Tensor]:
         """Those of queries [b|1, q] and of keys [b|1, k], or [..., axes], by which RoPE rotates them."""
-        keys = torch.arange(self.key.shape[1], device=self.key.device)[None] if self.key_coordinates is None else self.key_coordinates
-        return self.masks.positions if self.query_coordinates is None else self.query_coordinates, keys
+        queries, keys = self.given.get("query_coordinates"), self.given.get("key_coordinates")
+        indices = torch.arange(self.key.shape[1], device=self.key.device)[None] if keys is None else keys
+        return self.masks.positions if queries is None else queries, indices
 
     @property
     def features(self) -> frozenset[str]:
@@ -110,7 +104,7 @@ class Call:
             "intervals": masks.has_intervals and not masks.has_sets and not masks.only_causal,
             "bias": masks.bias is not None,
         }
-        tensors = [name for name, tensor in FEATURES.items() if getattr(self, tensor) is not None]
+        tensors = [name for name, tensor in FEATURES.items() if tensor in self.given]
         return self.options.features.union([name for name, value in present.items() if value], tensors)
 
     def without_padding(self) -> "Call":
@@ -118,16 +112,16 @@ class Call:
         keys = self.masks.shared_keys()
         if keys is None or self.cached is not None or self.features - {"intervals", "softcap", "head_scale", "other_heads", "values"}:
             return self
-        coordinates = None if self.key_coordinates is None else self.key_coordinates[:, keys]
+        given = {name: tensor[:, keys] if name == "key_coordinates" else tensor for name, tensor in self.given.items()}
         key, value = self.key[:, keys], self.value[:, keys]
         masks = replace(self.masks, num_keys=keys.stop, lengths=None)
-        short = replace(self, key=key, value=key if self.options.keys_as_values else value, key_coordinates=coordinates, masks=masks)
+        short = replace(self, key=key, value=key if self.options.keys_as_values else value, given=given, masks=masks)
         return short.with_options(num_keys=keys.stop, self_attention=False)
 
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor of the call."""
         every = (
-            *(getattr(self, name) for name in ("query", "key", "value", *CALL_TENSORS)),
+            *(self.query, self.key, self.value, *self.given.values()),
             *(getattr(self.masks, name) for name in MASK_TENSORS),
         )
         return (tensor for tensor in every if tensor is not None)
@@ -138,8 +132,8 @@ class Call:
             return self
         inputs = self.options.inputs(lambda name: getattr(self, name).to(device))
         moved = {name: tensor.to(device) for name in MASK_TENSORS if (tensor := getattr(self.masks, name)) is not None}
-        others = {name: tensor.to(device) for name in CALL_TENSORS if (tensor := getattr(self, name)) is not None}
-        return replace(self, **inputs, masks=replace(self.masks, **moved), **others)
+        given = {name: tensor.to(device) for name, tensor in self.given.items()}
+        return replace(self, **inputs, masks=replace(self.masks, **moved), given=given)
 
 
 @dataclass(frozen=True, slots=True)

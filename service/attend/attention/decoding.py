@@ -45,7 +45,7 @@ class CachedStep(Operation):
         """Steps with equal numbers of rows, whose rows are projected together."""
         if call.options.reproducible:
             return None
-        coordinates = [None if tensor is None else tensor.shape for tensor in (call.query_coordinates, call.key_coordinates)]
+        coordinates = [call.given[name].shape if name in call.given else None for name in ("query_coordinates", "key_coordinates")]
         options = call.options
         return options.num_queries, call.key.shape[1], options.self_attention, options.keys_as_values, *coordinates
 
@@ -127,13 +127,13 @@ def _stack_new_rows(steps: Sequence[tuple[CachedStep, Call]]) -> Call:
     first, count = calls[0], calls[0].key.shape[1]
     inputs = first.options.inputs(lambda name: _stacked([getattr(call, name) for call in calls]))
     indices = torch.arange(count, dtype=torch.float64, device=first.key.device)[None]
-    given = [call.query_coordinates for call in calls if call.query_coordinates is not None]
+    queries = [call.given["query_coordinates"] for call in calls if "query_coordinates" in call.given]
+    keys = [call.given.get("key_coordinates", step.start + indices) for step, call in steps]
     return Call(
         replace(first.options, items=len(steps), num_keys=count),
         **inputs,
         masks=Masks(_stacked([call.masks.positions for call in calls]), count),
-        query_coordinates=_stacked(given) if given else None,
-        key_coordinates=_stacked([step.start + indices if call.key_coordinates is None else call.key_coordinates for step, call in steps]),
+        given={"key_coordinates": _stacked(keys), **({"query_coordinates": _stacked(queries)} if queries else {})},
     )
 
 

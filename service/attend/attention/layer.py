@@ -55,9 +55,9 @@ class MultiHeadAttention:
         if short and short.computes(call) and short.is_short(call) and (result := short.compute(call)) is not None:
             return result
         with torch.inference_mode():
-            if call.output_gradient is None:
+            if "output_gradient" not in call.given:
                 return self.attend(call)
-            result = self.attend(replace(call, output_gradient=None), exact=True)
+            result = self.attend(call, exact=True)
             return replace(result, tensors=result.tensors | self._gradients(call))
 
     def attend(self, call: Call, *, exact: bool = False) -> Result:
@@ -137,7 +137,7 @@ class MultiHeadAttention:
             "bias": masks.bias,
             "scale": options.scale,
             "softcap": options.softcap,
-            **{field.value: getattr(call, name) for name, field in PROGRAM_TENSORS.items()},
+            **{field.value: call.given.get(name) for name, field in PROGRAM_TENSORS.items()},
             "kept_share": None if options.dropout is None else 1 - options.dropout[0],
             **(call.cached or {}),
         }
@@ -211,7 +211,6 @@ class MultiHeadAttention:
 
         The output does not depend on inputs whose weights or heads' outputs are all replaced; their gradients are zeros.
         """
-        assert call.output_gradient is not None
         with torch.inference_mode(False), torch.enable_grad():
             inputs = [x.clone().requires_grad_() for x in (call.query, call.key, call.value)]
             query, key, value = inputs
@@ -220,7 +219,7 @@ class MultiHeadAttention:
             )
             output = self.attend(separate, exact=True).tensors["output"]
             if output.requires_grad:
-                gradients = torch.autograd.grad(output, inputs, call.output_gradient.to(output.dtype), materialize_grads=True)
+                gradients = torch.autograd.grad(output, inputs, call.given["output_gradient"].to(output.dtype), materialize_grads=True)
             else:
                 gradients = tuple(map(torch.zeros_like, inputs))
         named = zip(GRADIENTS, gradients, strict=True)

@@ -126,17 +126,17 @@ class PackedAttention(Operation):
             return torch.cat([tensor[:, start[side] : start[side] + n] for start in starts])
 
         inputs = call.options.inputs(lambda name: rows(call.query, 0, q) if name == "query" else rows(getattr(call, name), 1, k))
-        others: dict[str, Any] = {
-            name: rows(tensor, 0, q) if "q" in field else rows(tensor, 1, k)
-            for name, field in CALL_TENSORS.items()
-            if (tensor := getattr(call, name)) is not None and ("q" in field or "k" in field)
-        }
+        given = dict(call.given)
+        for name, tensor in call.given.items():
+            field = CALL_TENSORS[name]
+            if "q" in field or "k" in field:
+                given[name] = rows(tensor, 0, q) if "q" in field else rows(tensor, 1, k)
         return replace(
             call,
             options=replace(call.options, items=len(starts), num_queries=q, num_keys=k),
             **inputs,
             masks=self.masks[q, k],
-            **others,
+            given=given,
         )
 
     def to(self, device: torch.device) -> Self:

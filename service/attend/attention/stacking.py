@@ -23,11 +23,11 @@ def stacking_key(call: Call) -> tuple[Any, ...] | None:
     if options.reproducible or options.dropout is not None:
         return None
     for name in NOT_STACKED:
-        if getattr(call, name) is not None:
+        if name in call.given:
             return None
     return (
         replace(options, items=1),
-        tuple(None if (tensor := getattr(call, name)) is None else tensor.shape[1:] for name in CALL_TENSORS),
+        tuple(call.given[name].shape[1:] if name in call.given else None for name in CALL_TENSORS),
         tuple(None if (tensor := getattr(masks, name)) is None else tensor.shape[1:] for name in MASK_TENSORS),
         masks.left,
         masks.right,
@@ -43,13 +43,13 @@ def stack(calls: Sequence[Call]) -> Call:
     first, sizes = calls[0], [call.options.items for call in calls]
     inputs = first.options.inputs(lambda name: torch.cat([getattr(call, name) for call in calls]))
     masks: dict[str, Any] = {name: _stacked([getattr(call.masks, name) for call in calls], sizes) for name in MASK_TENSORS}
-    others: dict[str, Any] = {name: _stacked([getattr(call, name) for call in calls], sizes) for name in CALL_TENSORS}
+    given: dict[str, Any] = {name: _stacked([call.given[name] for call in calls], sizes) for name in first.given}
     return replace(
         first,
         options=replace(first.options, items=sum(sizes)),
         **inputs,
         masks=replace(first.masks, **masks, bias_blocks=any(call.masks.bias_blocks for call in calls)),
-        **others,
+        given=given,
     )
 
 

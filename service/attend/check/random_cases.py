@@ -14,13 +14,15 @@ import numpy as np
 from attend.attention.operators import OPERATORS, num_softmaxes
 from attend.attention.operators.operator import Operator
 from attend.attention.operators.window import WindowOperator
+from attend.axes import OF_HEADS, PROGRAM_TENSORS
 from attend.spec import Init, LayerSpec
 from attend.spec_parts import PROJECTIONS
 from attend.tensors import BY_TORCH, Array
 
+FACTORS = tuple(name for name, field in PROGRAM_TENSORS.items() if field.adds_step and field.text == OF_HEADS)  # numbers of heads
 REQUEST_FEATURES = (
     *("key", "value", "mask", "key_mask", "valid_lens", "segments", "bias", "causal", "window", "query_offset", "fully_masked"),
-    *("head_scale", "dropout", "scale", "softcap", "positions"),
+    *(*FACTORS, "dropout", "scale", "softcap", "positions"),
 )
 FEATURE_OF = {operator.field: f"layer_{operator.field}" if operator.of_calls else operator.field for operator in OPERATORS}
 BY_FIELD = {field: [operator for operator in OPERATORS if operator.field == field] for field in FEATURE_OF}
@@ -294,9 +296,10 @@ def _draw_modifiers(draw: Draw, sizes: Sizes, drawn: Collection[str]) -> dict[st
     fields: dict[str, Any] = {}
     if "fully_masked" in drawn:
         fields["fully_masked"] = draw.one_of("zero", "uniform")
-    if "head_scale" in drawn:
-        shape = (sizes.heads,) if draw.flag() else sizes.lead(sizes.heads)
-        fields["head_scale"] = draw.rng.choice([0.0, 0.5, 1.0, -2.0], shape)
+    for name in FACTORS:
+        if name in drawn:
+            shape = (sizes.heads,) if draw.flag() else sizes.lead(sizes.heads)
+            fields[name] = draw.rng.choice([0.0, 0.5, 1.0, -2.0], shape)
     if "dropout" in drawn:
         fields["dropout"] = {"p": draw.one_of(0.0, 0.1, 0.5), "seed": draw.integer(0, 2**32)}
     if "scale" in drawn:

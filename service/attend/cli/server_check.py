@@ -147,7 +147,7 @@ def _check(client: Client, name: str, case: Case) -> list[OutputError]:
 
 def with_roundings(case: Case, weights: Mapping[str, Array]) -> Outputs | None:
     """What the reference computes with the roundings of a half-precision layer, with a batch axis; None for other layers."""
-    return RoundedLayer(case.spec, weights).attend(ReferenceCall(**case.request)) if case.spec.dtype in HALF else None
+    return RoundedLayer(case.spec, weights).attend(ReferenceCall.from_fields(**case.request)) if case.spec.dtype in HALF else None
 
 
 def compared_outputs(spec: LayerSpec) -> list[str]:

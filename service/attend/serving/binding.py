@@ -95,7 +95,7 @@ class Prepared(NamedTuple):
         if arrays:
             others, of_masks = call_tensors(arrays, members["query"].ndim == 3, layer.spec, options.reproducible)
             masks = replace(masks, **of_masks) if of_masks else masks
-        call = Call(options, *inputs, masks, **others)
+        call = Call(options, *inputs, masks, others)
         return Prepared(self.binding, self.request, layer, call, self.cost, self.operation, self.in_parts, self.log_fields)
 
 
@@ -156,7 +156,8 @@ class Binding(Generic[R]):
         """
         members = members_that_read(session, decoded.members)
         bound = self.bind(decoded._replace(members=members), session.layer, admission, Past(session.length, appends=False))
-        call = replace(bound.call, key_coordinates=None)
+        given = {name: tensor for name, tensor in bound.call.given.items() if name != "key_coordinates"}
+        call = replace(bound.call, given=given)
         require_rows(session, call)
         return bound._replace(call=call, operation=CachedOperation(session.cache, bound.operation))
 

@@ -59,7 +59,7 @@ def make_call(request: AttendRequest, spec: LayerSpec) -> Call:
     if request.key_positions is None and request.positions is not None:
         others["key_coordinates"] = others["query_coordinates"] if request.has_keys else others["query_coordinates"][:, :0]
     masks = _masks(request, spec, options.items, options.num_queries, options.num_keys, of_masks)
-    return Call(options=options, query=query, key=key, value=value, masks=masks, **others)
+    return Call(options=options, query=query, key=key, value=value, masks=masks, given=others)
 
 
 def no_rows(query: torch.Tensor, spec: LayerSpec) -> tuple[torch.Tensor, torch.Tensor]:

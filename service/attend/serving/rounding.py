@@ -55,7 +55,7 @@ def may_amplify_rounding(spec: LayerSpec, deviation: float, call: Call, largest_
 
 def _largest_factor(spec: LayerSpec, call: Call) -> float:
     """How much the tensors of a call from which scores are computed may enlarge them, beside its inputs and its bias."""
-    given = {field.value: tensor for name, field in PROGRAM_TENSORS.items() if (tensor := getattr(call, name)) is not None}
+    given = {field.value: call.given[name] for name, field in PROGRAM_TENSORS.items() if name in call.given}
     if not given:
         return 1.0
     read = {name for step in needed(program_of(spec, call.features), ("scores",)) for name in step.reads}

@@ -145,7 +145,7 @@ class Scheduler:
         if not self._inline or not operation.is_one_pass or cost.operations > INLINE_OPERATIONS:
             return False
         # a reproducible call may wait for the one thread that computes such calls, and the first gradient loads modules of torch
-        return call is None or not (call.options.reproducible or call.output_gradient is not None)
+        return call is None or not (call.options.reproducible or "output_gradient" in call.given)
 
     async def wait_for_progress(self, seconds: float) -> bool:
         """Wait until the device finishes something, at most `seconds`. Returns whether it did."""

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from attend.serving.layers.registry import LayerRegistry, LoadedLayer
 from attend.serving.requests import TOO_LATE
 from attend.serving.scheduler import Scheduler
 
-AFTER_PARTS: dict[str, Any] = dict.fromkeys(name for name, field in CALL_TENSORS.items() if field.after_heads)  # which parts do not have
+AFTER_PARTS = frozenset(name for name, field in CALL_TENSORS.items() if field.after_heads)  # tensors that parts do not have
 
 
 class Shards(Protocol):
@@ -75,9 +75,11 @@ def split_call(call: Call, shards: int) -> list[Call]:
         key = call.key[:, first:end].clone()  # a copy: sending a view would send all of the memory under it
         value = key if options.keys_as_values else call.value[:, first:end].clone()
         masks = _key_range(call.masks, first, end)
-        coordinates = None if call.key_coordinates is None else call.key_coordinates[:, first:end].clone()
+        given = {name: tensor for name, tensor in call.given.items() if name not in AFTER_PARTS}
+        if "key_coordinates" in given:
+            given["key_coordinates"] = given["key_coordinates"][:, first:end].clone()
         part = replace(options_of_parts, num_keys=end - first)
-        parts.append(replace(call, options=part, key=key, value=value, key_coordinates=coordinates, masks=masks, **AFTER_PARTS))
+        parts.append(replace(call, options=part, key=key, value=value, given=given, masks=masks))
     return parts
 
 

@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from attend.axes import TENSOR_FIELDS, TensorField
+from attend.axes import PROGRAM_TENSORS, TENSOR_FIELDS, TensorField
 from attend.spec import LayerSpec
 from attend.tensors import Array
 
@@ -41,16 +41,18 @@ class ReferenceCall:
     causal: bool = False
     window: Mapping[str, int | None] | None = None
     fully_masked: Literal["zero", "uniform", "error"] = "zero"
-    head_scale: ArrayLike | None = None  # [h] or [b, h]
-    pattern: ArrayLike | None = None  # [q, k], [b, q, k] or [b, h, q, k]
-    pattern_rows: ArrayLike | None = None  # [h], [b, h] or [b, h, q]
-    head_outputs: Any = None  # [b, h, q, dv]
-    head_output_rows: ArrayLike | None = None  # [h], [b, h] or [b, h, q]
     dropout: Mapping[str, Any] | None = None
     scale: float | None = None  # in place of the layer's
     softcap: float | None = None  # in place of the layer's
+    tensors: Mapping[str, Any] = field(default_factory=dict)  # the fields that steps read (`PROGRAM_TENSORS`), such as `head_scale`
     batched: bool = field(init=False)
     has_values: bool = field(init=False)  # whether values are not the keys
+
+    @classmethod
+    def from_fields(cls, **fields: Any) -> Self:
+        """The call of a request with these fields."""
+        tensors = {name: fields.pop(name) for name in PROGRAM_TENSORS if name in fields}
+        return cls(**fields, tensors=tensors)
 
     def __post_init__(self) -> None:
         if self.value is not None and self.key is None:
@@ -75,9 +77,9 @@ class ReferenceCall:
 
     def program_tensor(self, name: str, field: TensorField) -> Array | None:
         """A tensor of the call as the program gets it, with all axes, in float64 or as booleans; None if it is not given."""
-        if (given := getattr(self, name)) is None:
+        if (given := self.tensors.get(name)) is None:
             return None
-        x = np.asarray(given, bool if field.kind == "mask" else np.float64)
+        x = np.asarray(self.as_batch(given) if name in PER_ITEM else given, bool if field.kind == "mask" else np.float64)
         if "k" in field or "value_head_dim" in field:
             return self.per_pair(x)
         return x[..., None] if x.ndim == (3 if self.batched else 2) and "q" in field else x[..., None, None]

@@ -56,14 +56,14 @@ def attend(spec: LayerSpec, weights: Mapping[str, Array], **arguments: Any) -> O
 
     ValueError: a value without a key; q != k without query_offset where positions matter; fully masked rows with fully_masked="error".
     """
-    call = ReferenceCall(**arguments)
+    call = ReferenceCall.from_fields(**arguments)
     outputs = named_outputs(spec, run(spec, weights, call))
     return outputs if call.batched else Outputs(**{field.name: getattr(outputs, field.name)[0] for field in fields(Outputs)})
 
 
 def scores(spec: LayerSpec, weights: Mapping[str, Array], **arguments: Any) -> Array:
     """The scores of a call with a batch axis, or [n, b, h, q, k] before n softmaxes. Arguments and errors as `attend`."""
-    call = ReferenceCall(**arguments)
+    call = ReferenceCall.from_fields(**arguments)
     m, program = NumpyArithmetic(weights), program_of(spec, features_of(spec, call))
     values = m.weights | inputs_of(spec, call)
     run_steps(m, needed(program, {"scores"}), values)
@@ -98,7 +98,7 @@ def features_of(spec: LayerSpec, call: ReferenceCall) -> set[str]:
         "dropout": call.dropout is not None,
         "uniform": call.fully_masked == "uniform",
         "values": call.has_values,
-        **{feature: getattr(call, name) is not None for feature, name in FEATURES.items()},
+        **{feature: call.tensors.get(name) is not None for feature, name in FEATURES.items()},
     }
     return {name for name, is_present in present.items() if is_present}
 
@@ -147,7 +147,7 @@ def inputs_of(spec: LayerSpec, call: ReferenceCall) -> Values:
 
 def every_output(spec: LayerSpec, weights: Mapping[str, Array], **arguments: Any) -> dict[str, Array]:
     """Each value that the layer's steps write, by name, with the axes that it has as an output. Arguments and errors as `attend`."""
-    call = ReferenceCall(**arguments)
+    call = ReferenceCall.from_fields(**arguments)
     values, features = run(spec, weights, call), features_of(spec, call)
     (b, h, q), k = values["fully_masked"].shape, len(values["keys"])
     lengths = {"b": b, "h": h, "q": q, "k": k}

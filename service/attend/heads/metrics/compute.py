@@ -86,7 +86,7 @@ class _MetricsComputation:
     def value_norms(self) -> Tensor:
         groups = self.layer.spec.num_heads // self.layer.spec.num_kv_heads
         norms = value_norms(self.projected[2], self.output_weight, groups, self.real)
-        return norms if self.call.head_scale is None else norms * self.call.head_scale[..., 0].abs()
+        return norms * self.call.given["head_scale"][..., 0].abs() if "head_scale" in self.call.given else norms
 
     def weight_metrics(self) -> dict[str, Tensor]:
         """All metrics of weights, in one pass over the query rows."""

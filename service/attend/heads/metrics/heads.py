@@ -12,7 +12,6 @@ that count for any head. Without such rows the metrics are NaN, and the heads of
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -109,8 +108,8 @@ def as_single_head(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tup
     h, groups = query.shape[1], query.shape[1] // key.shape[1]
     wide = (query, key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1))
     query, key, value = (x.transpose(1, 2).flatten(2)[:, None] for x in wide)
-    of_heads: dict[str, Any] = dict.fromkeys(name for name, field in CALL_TENSORS.items() if "h" in field)  # None: it has none of many
-    return replace(call, **of_heads).with_options(scale=call.options.scale / h**0.5), query, key, value
+    given = {name: tensor for name, tensor in call.given.items() if "h" not in CALL_TENSORS[name]}  # it has none of many heads
+    return replace(call, given=given).with_options(scale=call.options.scale / h**0.5), query, key, value
 
 
 class SingleHead:

@@ -42,8 +42,8 @@ def require_rows(session: Session, call: Call) -> None:
     if call.options.fully_masked == "uniform" and session.layer.attention.fully_masked(call) is not None:
         expected = "zero or error, since a query without any key would average rows that the layer's window has freed"
         raise SessionConflict.where("/fully_masked", expected, "uniform")
-    if call.pattern is not None:
-        freed = call.pattern[..., : session.cache.first]
-        if (freed if call.pattern_rows is None else freed * call.pattern_rows).any():
+    if (pattern := call.given.get("pattern")) is not None:
+        freed, rows = pattern[..., : session.cache.first], call.given.get("pattern_rows")
+        if (freed if rows is None else freed * rows).any():
             expected = f"weights of 0 for the first {session.cache.first} rows, which the layer's window has freed"
             raise SessionConflict.where("/pattern", expected, "others")
