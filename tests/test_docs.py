@@ -21,6 +21,7 @@ from attend.settings import Settings
 from attend.spec import Init
 from attend.web.routes.attend import ATTEND_EXAMPLE
 from attend.web.routes.layers import PUT_LAYER_EXAMPLE
+from attend.wire.schemas.attend import AttendRequest
 from attend.wire.schemas.figure import Figure
 from support.command import run_attend
 from support.server import Server
@@ -175,6 +176,10 @@ def test_a_server_starts_with_the_settings_file_of_the_page(tmp_path: Path, star
 
     ready = next(event for event in running.events if event["event"] == "ready")
     assert ready["layers"] == ["default", "encoder"]
+
+
+def test_every_field_of_a_request_is_documented() -> None:
+    assert [name for name in AttendRequest.model_fields if f"`{name}`" not in page("requests.md")] == []
 
 
 def test_every_init_is_described() -> None:

@@ -21,6 +21,11 @@ COMBINED: Mapping[str, Callable[[int, int], int]] = {  # lengths of axes such as
 }
 
 
+def is_of_calls(axis: str) -> bool:
+    """Whether the length of an axis depends on the call."""
+    return axis.startswith("?") or not {"b", "q", "k"}.isdisjoint(axis.split(" "))
+
+
 class SpecProperties(OperatorFields):
     """A spec without the fields that no property depends on."""
 
@@ -144,7 +149,14 @@ class SpecProperties(OperatorFields):
     def output_shape(self, name: str, b: int, q: int, k: int) -> tuple[int, ...]:
         """The shape of an output for b items of q queries and k keys, -1 for unknown numbers, without a selection."""
         lengths = {"b": b, "q": q, "k": k}
-        return tuple(self.length_of(axis, lengths) for axis in self.every_output[name].output_axes)
+        axes = self._axes_of_outputs[name]
+        return tuple([axis if isinstance(axis, int) else lengths.get(axis) or self.length_of(axis, lengths) for axis in axes])
+
+    @cached_property
+    def _axes_of_outputs(self) -> Mapping[str, tuple[int | str, ...]]:
+        """The axes of each output, those as lengths that are the same in all calls."""
+        every = {name: value.output_axes for name, value in self.every_output.items()}
+        return {name: tuple(axis if is_of_calls(axis) else self.length_of(axis) for axis in axes) for name, axes in every.items()}
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """Canonical name -> shape of every weight. A projection is applied as `x @ W.T + b`, so W is [out, in]."""

@@ -3,7 +3,6 @@
 The steps are those of a call without masks of its own. One that does not depend on queries is computed for the keys that no cache has.
 """
 
-import math
 from collections import Counter
 from collections.abc import Mapping
 from functools import lru_cache
@@ -15,6 +14,7 @@ from attend.attention.program import program_of
 from attend.attention.rows import MAX_BLOCK_SCORES
 from attend.axes import GRADIENTS
 from attend.spec import LayerSpec
+from attend.spec_properties import is_of_calls
 from attend.tensors import BY_TORCH
 
 ELEMENT_OPERATIONS = 10  # of products that take as long as one number of a step without products, such as the softmax
@@ -31,10 +31,7 @@ def cost_of_steps(spec: LayerSpec, options: CallOptions, cached: int = 0) -> tup
     counts = {"all": (q, k), "new": (q, k - cached), "block": (rows, k)}
     lengths = {name: {"q": i, "k": j, "q + k": i + j} for name, (i, j) in counts.items()}
     terms = _terms(spec, options.features | spec.features, options.outputs - {*GRADIENTS} | {"output"})
-    operations, stored = (
-        sum([factor * math.prod([_length(spec, axis, lengths[which]) for axis in axes]) for (which, axes), factor in some.items()])
-        for some in terms
-    )
+    operations, stored = (_sum(spec, some, lengths) for some in terms)
     inputs = q * spec.query_dim + (k - cached) * (spec.key_dim + spec.value_dim)
     return operations, b * (stored + BY_TORCH[spec.dtype].size * inputs)
 
@@ -75,12 +72,21 @@ def _add(terms: Counter[tuple[str, tuple[str, ...]]], spec: LayerSpec, which: st
     """Adds a factor for each element of these axes of one item."""
     of_call = []
     for axis in axes.split(","):
-        if {*axis.removeprefix("?").split(" ")} & {"q", "k"} or axis.startswith("?"):
+        if axis == "b":
+            continue
+        if is_of_calls(axis):
             of_call.append(axis)
-        elif axis != "b":
+        else:
             factor *= spec.length_of(axis)
     terms[which, tuple(of_call)] += factor
 
 
-def _length(spec: LayerSpec, axis: str, lengths: Mapping[str, int]) -> int:
-    return lengths[axis] if axis in lengths else spec.length_of(axis, lengths)
+def _sum(spec: LayerSpec, terms: Terms, lengths: Mapping[str, Mapping[str, int]]) -> int:
+    """The sum of the terms; `lengths`: by which rows, those of the axes `q`, `k` and `q + k`."""
+    total = 0
+    for (which, axes), product in terms.items():
+        known = lengths[which]
+        for axis in axes:
+            product *= known[axis] if axis in known else spec.length_of(axis, known)
+        total += product
+    return total
