@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,7 +12,6 @@ from typing import Any
 import httpx
 import pytest
 import tritonclient.grpc as triton
-from structlog.testing import capture_logs
 
 from attend.serving.codec_pool import CodecPool
 from attend.serving.memory import default_limit
@@ -111,13 +111,14 @@ def test_the_lists_of_a_caller_wait_for_threads_as_its_requests_do(monkeypatch: 
         return await run(pool, function, size, caller)
 
     monkeypatch.setattr(CodecPool, "run", spied)
-    with capture_logs() as events, serve_here(Settings(access_log=False, session_memory=1 << 20, grpc_port=0)) as url:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with serve_here(Settings(access_log=False, session_memory=1 << 20, grpc_port=port)) as url:
         with httpx.Client(base_url=url) as client:
             for path in ("/", "/layers", "/sessions", "/v2/models/stats"):
                 assert client.get(path).status_code == 200
             assert client.post("/v2/repository/index").status_code == 200
-        address = next(event["address"] for event in events if event["event"] == "listening for gRPC")
-        with triton.InferenceServerClient(address) as grpc_client:
+        with triton.InferenceServerClient(f"127.0.0.1:{port}") as grpc_client:
             assert grpc_client.get_model_repository_index().models
             assert grpc_client.get_inference_statistics().model_stats
     assert len(callers) >= 6
