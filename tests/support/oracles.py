@@ -10,8 +10,10 @@ selected                the keys that one row of a head selects, of a query and 
 """
 
 from collections.abc import Callable
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from types import ModuleType
 from typing import Any
 
 from attend.spec import LayerSpec
@@ -19,6 +21,11 @@ from attend.spec import LayerSpec
 
 def oracle_steps(spec: LayerSpec, name: str) -> list[Callable[..., Any]]:
     """The functions of this name of the layer's operators."""
-    files = [f"attention.operators.test_{operator.name}" for operator in spec.operators]
-    modules = [import_module(file) for file in files if find_spec(file) is not None]
+    modules = [_module(operator.name) for operator in spec.operators]
     return [getattr(module, name) for module in modules if hasattr(module, name)]
+
+
+@cache  # looking for a file takes as long as a row
+def _module(operator: str) -> ModuleType | None:
+    file = f"attention.operators.test_{operator}"
+    return import_module(file) if find_spec(file) else None

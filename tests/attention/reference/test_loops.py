@@ -55,11 +55,8 @@ def assert_agrees(spec, weights, request):
     group = spec.num_heads // spec.num_kv_heads
     for item in range(b):
         offset = offset_of(request, item, q, k)
-        keys = [
-            [head(spec, weights, "key", key[item, j], g, position=position_of(request, "key", item, j, j)) for j in range(k)]
-            for g in range(spec.num_kv_heads)
-        ]
-        values = [[head(spec, weights, "value", value[item, j], g) for j in range(k)] for g in range(spec.num_kv_heads)]
+        keys = by_head(heads_of(spec, weights, "key", key[item, j], position_of(request, "key", item, j, j)) for j in range(k))
+        values = by_head(heads_of(spec, weights, "value", value[item, j]) for j in range(k))
         assert_same(got.key_projection[item], keys)
         assert_same(got.value_projection[item], values)
         if spec.latent:
@@ -69,7 +66,8 @@ def assert_agrees(spec, weights, request):
         side_by_side = [[] for _ in range(q)]
         for i in range(q):
             at = position_of(request, "query", item, i, i + offset)
-            mine = [query_factor(spec.query_scale, i + offset) * head(spec, weights, "query", query[item, i], n, at) for n in range(h)]
+            factor = query_factor(spec.query_scale, i + offset)
+            mine = [factor * own for own in heads_of(spec, weights, "query", query[item, i], at)]
             assert_same(got.query_projection[item, :, i], mine)
             chosen = [visible_keys(spec, weights, request, (item, n, i), offset, query[item, i], key[item]) for n in range(h)]
             for select in oracle_steps(spec, "selected"):
@@ -129,13 +127,19 @@ def assert_same(got, expected):
     np.testing.assert_allclose(got, expected, rtol=1e-9, atol=1e-10 * max(1.0, largest))
 
 
-def head(spec, weights, name, x, n, position=None):
-    """Head n of one query, key or value: its own rows of the projection, its norm, and RoPE."""
+def by_head(rows):
+    """Head -> row, of row -> head."""
+    return [list(head) for head in zip(*rows, strict=True)]
+
+
+def heads_of(spec, weights, name, x, position=None):
+    """The heads of one query, key or value: each has its own rows of the projection, its norm, and RoPE."""
     width = spec.value_head_dim if name == "value" else spec.head_dim
     if spec.latent and name == "key":
         width -= spec.latent.rope_key_dim
     every = [slice(i * width, (i + 1) * width) for i in range(spec.num_heads if name == "query" else spec.num_kv_heads)]
-    heads = [project(spec, weights, name, latent(spec, weights, name, x), rows) for rows in every]
+    narrow = latent(spec, weights, name, x)
+    heads = [project(spec, weights, name, narrow, rows) for rows in every]
     if spec.latent and name == "key":
         shared = weights["rope_key.weight"] @ x + weights.get("rope_key.bias", 0.0)
         heads = [np.array([*shared, *own]) for own in heads]
@@ -146,7 +150,7 @@ def head(spec, weights, name, x, n, position=None):
         heads = [np.concatenate([rotate(half.tolist(), spec.rope, position) for half in halves(spec, one)]) for one in heads]
     if norm and norm.after_rope and name != "value":
         heads = [normalise(heads, i, weights, name, norm) for i in range(len(heads))]
-    return heads[n]
+    return heads
 
 
 def position_of(request, name, item, n, index):
