@@ -24,8 +24,10 @@ from hypothesis import settings
 
 from attend.client import Client
 from attend.wire.native import numbers
+from support.processes import events
 from support.server import Server, fork_server, start_server
 from support.v2 import LAYERS
+from support.waiting import until
 
 # Hypothesis draws 20 examples for each test, the same in every run; with `--hypothesis-profile thorough`, 40 new ones in every run
 # that gives no `--hypothesis-seed`.
@@ -73,6 +75,16 @@ def either_way(request: pytest.FixtureRequest) -> Iterator[None]:
 def server() -> Iterator[Server]:
     """One server, shared by all tests that restore its state."""
     running = start_server("--max-body-bytes", str(4 * 1024 * 1024), "--session-memory", str(256 * 1024 * 1024))
+    yield running
+    running.stop()
+
+
+@pytest.fixture(scope="session")
+def two_workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Two workers behind one port that share a folder of layers, both ready. Tests remove their layers, and may kill a worker."""
+    folder = tmp_path_factory.mktemp("layers")
+    running = start_server("--workers", "2", "--threads", "1", "--layers-dir", str(folder), "--max-layers", "3", "--grpc-port", "0")
+    until(lambda: len(events(running, "ready")) == 2, "both ready")
     yield running
     running.stop()
 

@@ -210,6 +210,14 @@ class Settings(BaseModel):
         given = {name: getattr(self, name) for name in LAYER_FIELDS}
         return LayerSpec(**{name: value for name, value in given.items() if value is not None})
 
+    @property
+    def is_local(self) -> bool:
+        """Whether the server listens on a loopback address, which only this machine can reach."""
+        try:
+            return self.uds is None and ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.uds is None and self.host == "localhost"
+
     def all_layers(self) -> dict[str, LayerSpec]:
         """All configured layers by name. `default` is among them; `layers` may redefine it."""
         return {"default": self.default_layer(), **self.layers}

@@ -47,7 +47,7 @@ from support.server import Server, start_server
 
 
 @pytest.fixture(scope="module")
-def two_workers() -> Iterator[Server]:
+def two_without_folder() -> Iterator[Server]:
     """Two workers behind one port, both ready."""
     server = start_server("--workers", "2")
     until(lambda: len(events(server, "ready")) == 2, "both ready")
@@ -56,63 +56,70 @@ def two_workers() -> Iterator[Server]:
 
 
 @several_workers
-def test_all_workers_answer_and_their_metrics_are_summed(two_workers: Server) -> None:
+def test_all_workers_answer_and_their_metrics_are_summed(two_without_folder: Server) -> None:
     """Both give the same reply, and the metrics of each have the calls of both."""
-    parent = two_workers.process.pid
+    parent = two_without_folder.process.pid
     workers = workers_of(parent)
-    documents, before = [], int(counted(two_workers.url, "attend_batch_calls_sum"))
-    posts = counted(two_workers.url, ATTENDED)
+    documents, before = [], int(counted(two_without_folder.url, "attend_batch_calls_sum"))
+    posts = counted(two_without_folder.url, ATTENDED)
 
     for worker in (*workers, workers[0]):
         with only(worker, parent):
-            documents += [attend(two_workers.url).json() for _ in range(2)]
-            assert counted(two_workers.url, ATTENDED) == posts + len(documents)
-            assert counted(two_workers.url, "attend_batch_calls_sum") == before + len(documents)
-            assert counted(two_workers.url, 'attend_phase_seconds_count{phase="compute"}') == posts + len(documents)
-            assert counted(two_workers.url, "attend_layers") == counted(two_workers.url, "attend_ready") == 1
-            assert counted(two_workers.url, "attend_device_memory_bytes") > 100e6  # of both
+            documents += [attend(two_without_folder.url).json() for _ in range(2)]
+            assert counted(two_without_folder.url, ATTENDED) == posts + len(documents)
+            assert counted(two_without_folder.url, "attend_batch_calls_sum") == before + len(documents)
+            assert counted(two_without_folder.url, 'attend_phase_seconds_count{phase="compute"}') == posts + len(documents)
+            assert counted(two_without_folder.url, "attend_layers") == counted(two_without_folder.url, "attend_ready") == 1
+            assert counted(two_without_folder.url, "attend_device_memory_bytes") > 100e6  # of both
 
     assert len(documents) == 6
     assert all(document == documents[0] for document in documents)
 
 
 @several_workers
-def test_several_workers_without_a_folder_refuse_changes_of_layers(two_workers: Server) -> None:
+def test_a_supervisor_does_not_load_torch(two_without_folder: Server) -> None:
+    """It would take two seconds of each start, and 200 MB. Its workers do."""
+    parent = two_without_folder.process.pid
+    assert ["libtorch" in Path(f"/proc/{pid}/maps").read_text() for pid in (parent, *workers_of(parent))] == [False, True, True]
+
+
+@several_workers
+def test_several_workers_without_a_folder_refuse_changes_of_layers(two_without_folder: Server) -> None:
     """The other workers would not have the change: each answers 409, and the layers are the same afterwards."""
-    for worker in workers_of(two_workers.process.pid):
-        with only(worker, two_workers.process.pid):
-            put = ask(two_workers.url, "PUT", "/layers/new", json={"spec": {"d_model": 4, "num_heads": 2}})
+    for worker in workers_of(two_without_folder.process.pid):
+        with only(worker, two_without_folder.process.pid):
+            put = ask(two_without_folder.url, "PUT", "/layers/new", json={"spec": {"d_model": 4, "num_heads": 2}})
             assert put.status_code == 409
             assert put.headers["content-type"] == "application/problem+json"
             assert "workers" in put.json()["detail"]
-            assert ask(two_workers.url, "DELETE", "/layers/default").status_code == 409
-            assert [layer["name"] for layer in ask(two_workers.url, path="/layers").json()["layers"]] == ["default"]
+            assert ask(two_without_folder.url, "DELETE", "/layers/default").status_code == 409
+            assert [layer["name"] for layer in ask(two_without_folder.url, path="/layers").json()["layers"]] == ["default"]
 
 
 @several_workers
-def test_rule_11_the_number_of_threads_of_each_worker_is_logged(two_workers: Server) -> None:
+def test_rule_11_the_number_of_threads_of_each_worker_is_logged(two_without_folder: Server) -> None:
     """The log says at the start how many threads each worker gets, the index says the same; together they do not exceed the cores."""
-    index = ask(two_workers.url, path="/").json()
-    (listening,) = events(two_workers, "listening")
+    index = ask(two_without_folder.url, path="/").json()
+    (listening,) = events(two_without_folder, "listening")
     assert index["workers"] == listening["workers"] == 2
     assert index["threads"] == listening["threads"] == usable_cores() // 2
-    assert {event["threads"] for event in events(two_workers, "ready")} == {listening["threads"]}
+    assert {event["threads"] for event in events(two_without_folder, "ready")} == {listening["threads"]}
 
 
 @several_workers
-def test_a_killed_worker_is_replaced(two_workers: Server) -> None:
+def test_a_killed_worker_is_replaced(two_without_folder: Server) -> None:
     """The other worker serves meanwhile, no count is lost, and the replacement gives the same answer as the killed worker."""
-    answer = attend(two_workers.url).json()
-    before, ready = counted(two_workers.url, ATTENDED), len(events(two_workers, "ready"))
-    stays, replacement = kill_one(two_workers)
-    with only(stays, two_workers.process.pid):
+    answer = attend(two_without_folder.url).json()
+    before, ready = counted(two_without_folder.url, ATTENDED), len(events(two_without_folder, "ready"))
+    stays, replacement = kill_one(two_without_folder)
+    with only(stays, two_without_folder.process.pid):
         for _ in range(3):
-            assert attend(two_workers.url).json() == answer
-        assert counted(two_workers.url, ATTENDED) == before + 3
-    until(lambda: len(events(two_workers, "ready")) > ready, "ready again")
-    with only(replacement, two_workers.process.pid):
-        assert attend(two_workers.url).json() == answer
-        assert counted(two_workers.url, ATTENDED) == before + 4
+            assert attend(two_without_folder.url).json() == answer
+        assert counted(two_without_folder.url, ATTENDED) == before + 3
+    until(lambda: len(events(two_without_folder, "ready")) > ready, "ready again")
+    with only(replacement, two_without_folder.process.pid):
+        assert attend(two_without_folder.url).json() == answer
+        assert counted(two_without_folder.url, ATTENDED) == before + 4
 
 
 def sleeping_worker() -> Worker:
@@ -154,13 +161,13 @@ def test_rule_10_a_stopped_worker_does_not_delay_the_shutdown(start: Start) -> N
 
 
 @several_workers
-def test_a_worker_accepts_no_calls_before_it_is_ready(two_workers: Server) -> None:
+def test_a_worker_accepts_no_calls_before_it_is_ready(two_without_folder: Server) -> None:
     """A restarted worker accepts no connections until its layers are loaded, so a ready server never replies 503."""
-    answer, ready = attend(two_workers.url).json(), len(events(two_workers, "ready"))
-    _, replacement = kill_one(two_workers)
-    with only(replacement, two_workers.process.pid):
-        answered = attend(two_workers.url)
-    until(lambda: len(events(two_workers, "ready")) > ready, "ready again")
+    answer, ready = attend(two_without_folder.url).json(), len(events(two_without_folder, "ready"))
+    _, replacement = kill_one(two_without_folder)
+    with only(replacement, two_without_folder.process.pid):
+        answered = attend(two_without_folder.url)
+    until(lambda: len(events(two_without_folder, "ready")) > ready, "ready again")
     assert answered.status_code == 200, answered.text
     assert answered.json() == answer
 

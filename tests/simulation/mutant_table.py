@@ -3,7 +3,7 @@
 SCHEDULER, BATCHING, CODECS = "attend.serving.scheduler", "attend.serving.batching", "attend.serving.codec_pool"
 SESSIONS, LOCKS, TRANSFER = "attend.serving.sessions.registry", "attend.serving.sessions.locks", "attend.serving.sessions.transfer"
 CACHE, BUDGET, REPLIES = "attend.attention.cache", "attend.serving.byte_budget", "attend.web.replies"
-CONNECTIONS, SERVER, FIGURES = "attend.web.connections", "attend.cli.server", "attend.serving.figures"
+CONNECTIONS, SIGNALS, FIGURES = "attend.web.connections", "attend.cli.signals", "attend.serving.figures"
 STORE, LOADER, PROCESSES = "attend.serving.layers.store", "attend.serving.layers.loader", "attend.cli.processes"
 
 MUTANTS: dict[str, tuple[str, str, str]] = {
@@ -73,11 +73,15 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "thread taken for nothing": (CODECS, "            self.free -= 1\n", "            self.free -= item.size % 7 > 0\n"),
     "drain forces the exit": (
-        SERVER,
+        SIGNALS,
         "        self.stop(signal.SIGTERM, None)\n",
         "        self.stop(signal.SIGTERM, None)\n        self.stop(signal.SIGINT, None)\n",
     ),
-    "second signal in the drain": (SERVER, "        if self.service.draining or not self.drain_seconds:", "        if self.drain_seconds:"),
+    "second signal in the drain": (
+        SIGNALS,
+        "        if self.service.draining or not self.drain_seconds:",
+        "        if self.drain_seconds:",
+    ),
     "shared page freed once too often": (
         CACHE,
         "copy._pages = [self.pool.share(page) for page in self._pages if page.start < length]",

@@ -7,7 +7,8 @@ from typing import Any
 
 import uvicorn
 
-from attend.cli.server import Server, SignalHandlers
+from attend.cli.server import Server
+from attend.cli.signals import SignalHandlers
 from attend.serving.service import Service
 from attend.serving.sessions.ids import process_of
 from attend.web.app import create_app

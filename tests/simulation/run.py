@@ -12,7 +12,8 @@ from random import Random
 import prometheus_client
 import structlog
 
-from attend.cli.server import EXIT_SECONDS, FIRST_REQUEST
+from attend.cli.server import FIRST_REQUEST
+from attend.cli.signals import EXIT_SECONDS
 from attend.web.keys import SCOPES, make_key
 from simulation.caller import Caller
 from simulation.clients import draw_clients

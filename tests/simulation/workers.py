@@ -16,7 +16,8 @@ from uvicorn.supervisors import multiprocess
 
 from attend.cli import processes
 from attend.cli.processes import Supervisor
-from attend.cli.server import FIRST_REQUEST, SKIP_DRAIN, exit_timeout_of
+from attend.cli.server import FIRST_REQUEST
+from attend.cli.signals import SKIP_DRAIN, exit_timeout_of
 from simulation.clients import Client
 from simulation.configuration import Configuration
 from simulation.network import Peer

@@ -1,7 +1,8 @@
 """TIER 5: the command `attend`. Only the subcommands that compute or serve import torch and FastAPI.
 
 serve.py                            `attend serve`: checks the settings, opens the socket
-processes.py, server.py, logs.py    one server, or a supervisor and workers; the server of one process; its log
+processes.py, server.py             one server, or a supervisor and workers; the server of one process
+signals.py, logs.py                 what signals do to it, and its log
 request_file.py, metric_tables.py   `attend infer`, `heads` and `figure`: one request in a file
 model_heads.py                      `attend heads` of a folder: the effect of each head on the answer of a model
 check.py, server_check.py           `attend check`: an attention implementation, or the service, against the reference

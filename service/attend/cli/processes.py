@@ -1,4 +1,7 @@
-"""The processes of `attend serve`: one server, or a supervisor and several workers that share one listening socket."""
+"""The processes of `attend serve`: one server, or a supervisor and several workers that share one listening socket.
+
+A supervisor imports neither torch nor the server, which take two seconds and 200 MB: its workers do.
+"""
 
 import os
 import resource
@@ -6,9 +9,10 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from multiprocessing.connection import wait
+from typing import TYPE_CHECKING
 
 import structlog
 import typer
@@ -17,16 +21,18 @@ from prometheus_client.multiprocess import mark_process_dead
 from uvicorn.supervisors.multiprocess import Multiprocess, Process
 
 from attend.cli.logs import configure_logs
-from attend.cli.server import POLL, SKIP_DRAIN, Server, application, exit_timeout_of
+from attend.cli.signals import SKIP_DRAIN, exit_timeout_of
 from attend.cli.terminal import fail
 from attend.serving.metrics import MULTIPROCESS
 from attend.settings import Settings
-from attend.web.app import is_local
-from attend.web.connections import Connection
 from attend.web.keys import read_keys
 from attend.wire.native import numbers
 
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+
 log = structlog.get_logger("attend")
+POLL = 0.1  # seconds
 SHARED_MEMORY = "/dev/shm"
 FOLDER_PREFIX = "attend-"  # of the folder that workers share
 ANSWER_SECONDS = 60  # in which a worker must answer, or it is replaced: it may be importing torch, or encoding a long reply
@@ -47,14 +53,14 @@ def serve_processes(settings: Settings, threads: int, listening: socket.socket) 
     _warn_about_keys(settings)
     allow_many_connections()
     config = uvicorn.Config(
-        partial(application, settings, threads, _pages(url)),
+        partial(_application, settings, threads, _pages(url)),
         factory=True,
         workers=settings.workers,
         lifespan="on",
         access_log=False,
         log_config=None,
         server_header=False,
-        http=Connection,
+        http="attend.web.connections:Connection",
         ws="none",
         proxy_headers=bool(settings.trusted_proxies),
         forwarded_allow_ips=settings.trusted_proxies or None,
@@ -66,6 +72,8 @@ def serve_processes(settings: Settings, threads: int, listening: socket.socket) 
         timeout_worker_healthcheck=ANSWER_SECONDS,
     )
     if settings.workers == 1:
+        from attend.cli.server import Server
+
         server = Server(config)
         server.run([listening])
         if server.failed:
@@ -86,9 +94,15 @@ def serve_processes(settings: Settings, threads: int, listening: socket.socket) 
         raise KeyboardInterrupt  # as uvicorn does in one process
 
 
+def _application(settings: Settings, threads: int, pages: Mapping[str, str]) -> "Starlette":
+    from attend.cli.server import application
+
+    return application(settings, threads, pages)
+
+
 def _warn_about_keys(settings: Settings) -> None:
     """Logs a warning if everyone may call, or nobody: both are allowed, but rarely intended."""
-    if settings.keys_file is None and not is_local(settings):
+    if settings.keys_file is None and not settings.is_local:
         log.warning("no API keys configured", reason="keys_file is not set: any client can send requests")
     elif settings.keys_file is not None and not read_keys(settings.keys_file):
         log.warning("the keys file is empty", reason="every request that needs a key is refused", file=str(settings.keys_file))
@@ -132,11 +146,12 @@ class Worker(Process):
     ended = False  # the process has ended; a new one replaces it at the time `replace_at`
     replace_at = 0.0
 
-    @property
-    def server(self) -> Server:
-        if self._server is None:
-            self._server = Server(self.config)
-        return self._server  # type: ignore[return-value]  # uvicorn's annotation
+    def target(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serves, in the process of the worker. uvicorn's thread that answers pings must find the server made."""
+        from attend.cli.server import Server
+
+        self._server = Server(self.config)
+        super().target(sockets)
 
     def ping(self, timeout: float = 5, interrupted: Callable[[], bool] = lambda: False) -> bool:
         """Whether the worker answers within `timeout` seconds. Returns False as soon as it has died (uvicorn would wait for the timeout),

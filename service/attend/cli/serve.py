@@ -43,12 +43,14 @@ def serve(config: Config = None, **flags: Any) -> None:
     _check_files(settings)
     prepare_torch(threads)
     from attend.cli.processes import serve_processes
-    from attend.serving.service import find_device
 
-    try:
-        find_device(settings.device)
-    except ValueError as error:
-        fail("serve", str(error), code=2)
+    if settings.device.startswith("cuda"):
+        from attend.serving.service import find_device  # imports torch
+
+        try:
+            find_device(settings.device)
+        except ValueError as error:
+            fail("serve", str(error), code=2)
     where = f"{settings.host}:{settings.grpc_port}, for gRPC"
     try:
         settings = _with_free_grpc_port(settings)

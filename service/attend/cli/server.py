@@ -1,10 +1,6 @@
-"""The server of one process: the application that it serves, what signals do to it, and its shutdown.
+"""The server of one process: the application that it serves, and its shutdown.
 
-SIGTERM starts a drain: /health/ready returns 503, so that load balancers stop sending calls, but calls are still accepted. After the drain
-the port closes, accepted calls are answered, and the process exits. SIGINT, or a second SIGTERM, skips the drain. SIGHUP acts as SIGTERM
-on a server of one process; a supervisor replaces its workers one by one. A worker whose supervisor dies exits as after SIGTERM. What
-runs in a thread when the time for answers is over is left behind.
-`docs/operations.md` has the table for operators.
+A worker whose supervisor dies exits as after SIGTERM. What runs in a thread when the time for answers is over is left behind.
 """
 
 import asyncio
@@ -28,7 +24,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from attend.cli.logs import configure_logs
-from attend.serving.service import Service
+from attend.cli.signals import SignalHandlers, exit_timeout_of
 from attend.settings import Settings
 from attend.web.app import create_app
 from attend.web.connections import OPTIONS_KEY, Connection
@@ -36,7 +32,6 @@ from attend.web.connections import OPTIONS_KEY, Connection
 log = structlog.get_logger("attend")
 POLL = 0.1  # seconds
 FIRST_REQUEST = 0.5  # seconds for connections to send their first request once the port is closed
-EXIT_SECONDS = 5.0  # for a worker to exit after the time in which its calls should have been answered
 LEAVE_SECONDS = 2.0  # after the time in which calls are answered: for the rest of the shutdown
 SWITCH_SECONDS = 0.0005  # until a thread that decodes a large body releases the GIL; Python's 5 ms would delay small calls
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # of glibc's malloc.h
@@ -117,65 +112,6 @@ def _accept_waiting(listening: socket.socket) -> Iterator[socket.socket]:
             yield listening.accept()[0]
 
 
-# Sent by a supervisor that got SIGINT. A worker may have had SIGINT too, from the terminal, and a second one would end calls.
-SKIP_DRAIN = signal.SIGUSR1
-
-
-class SignalHandlers:
-    """Handlers of signals that call uvicorn's handlers after the drain. Must be made on the event loop of the server."""
-
-    def __init__(self, service: Service, drain_seconds: float, is_worker: bool) -> None:
-        self.service, self.drain_seconds, self.is_worker = service, drain_seconds, is_worker
-        self.loop = asyncio.get_running_loop()
-        self.uvicorn_handlers: Any = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-
-    def install(self) -> None:
-        """Installs the handlers. SIGHUP stays ignored if it was ignored before (nohup)."""
-        signal.signal(signal.SIGTERM, self.drain)
-        signal.signal(signal.SIGINT, self.stop)
-        if self.is_worker:
-            signal.signal(SKIP_DRAIN, lambda *_: self._stop_after_drain())
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-            signal.signal(signal.SIGHUP, self.retire if self.is_worker else self.drain_once)
-
-    def stop(self, number: int, frame: FrameType | None) -> None:
-        """Refuse new calls, and let uvicorn close the port and exit."""
-        self.loop.call_soon_threadsafe(self.service.refuse_requests)
-        self.uvicorn_handlers[number](number, frame)
-
-    def drain(self, number: int, frame: FrameType | None) -> None:
-        """Stop after the drain; at once if it has begun already."""
-        if self.service.draining or not self.drain_seconds:
-            self._stop_after_drain()
-        else:
-            self.service.draining = True
-            self._after_drain("draining", self._stop_after_drain)
-
-    def drain_once(self, number: int, frame: FrameType | None) -> None:
-        """As `drain`, but only the first time: a terminal that closes may send SIGHUP twice."""
-        if not self.service.draining:
-            self.drain(number, frame)
-
-    def retire(self, number: int, frame: FrameType | None) -> None:
-        """Close connections as in a drain, but stay ready: the load balancer must keep sending calls to the other workers."""
-        if not self.service.draining and not self.service.retiring:
-            self.service.retiring = True
-            self._after_drain("retiring", self._stop_unless_draining)
-
-    def _after_drain(self, event: str, action: Callable[[], object]) -> None:
-        """Log the event, and act when the drain delay has passed."""
-        self.loop.call_soon_threadsafe(partial(log.info, event, seconds=self.drain_seconds))
-        self.loop.call_soon_threadsafe(self.loop.call_later, self.drain_seconds, action)
-
-    def _stop_unless_draining(self) -> None:
-        if not self.service.draining:
-            self._stop_after_drain()
-
-    def _stop_after_drain(self) -> None:
-        self.loop.call_soon_threadsafe(partial(log.info, "stopping"))
-        self.stop(signal.SIGTERM, None)
-
-
 def exit_with_supervisor(exit_timeout: float) -> None:
     """Makes this worker exit when its supervisor dies: as after SIGTERM, and by force after `exit_timeout` seconds."""
     supervisor = parent_process()
@@ -227,11 +163,6 @@ def application(settings: Settings, threads: int, pages: Mapping[str, str]) -> S
 
     app.router.lifespan_context = lifespan
     return app
-
-
-def exit_timeout_of(settings: Settings) -> float:
-    """Seconds after SIGTERM in which a worker should have exited."""
-    return settings.drain_seconds + settings.shutdown_seconds + EXIT_SECONDS
 
 
 def keep_memory() -> None:

@@ -1,6 +1,5 @@
 """Builds the application of one process from its settings: service, routes, checks, telemetry and gRPC server."""
 
-import ipaddress
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -72,7 +71,7 @@ def create_app(
 def _middleware(settings: Settings, keyring: Keyring | None, access_log: AccessLog, handle: Handler) -> Handler:
     """What every request passes before `handle`: the last line first."""
     names = frozenset(_comma_separated(settings.allowed_hosts.lower()))
-    open_to_browsers = is_local(settings) and keyring is None  # any page open in a browser on this machine can reach the server
+    open_to_browsers = settings.is_local and keyring is None  # any page open in a browser on this machine can reach the server
     hosts = names if (names or open_to_browsers) and "*" not in names else None
     origins = _comma_separated(settings.cors_origins)
     if hosts is not None or keyring is not None:
@@ -158,7 +157,7 @@ def _why_not_writable(settings: Settings, why_fixed: str) -> Callable[[], Except
     """Makes the error that says why layers cannot be changed over HTTP here; None if they can."""
     if why_fixed:
         return partial(LayerConflict, why_fixed)
-    if not is_local(settings) and settings.keys_file is None:
+    if not settings.is_local and settings.keys_file is None:
         where = "a Unix socket, which every user can reach" if settings.uds else "an address that is not loopback"
         return partial(Forbidden, f"layers cannot be changed over HTTP on {where}, unless there are keys (--keys-file)")
     if settings.workers > 1 and settings.layers_dir is None:
@@ -180,14 +179,6 @@ def _why_no_statistics(settings: Settings, service: Service) -> Callable[[], Exc
 def _comma_separated(text: str) -> list[str]:
     """The items of a comma-separated list."""
     return [item.strip() for item in text.split(",") if item.strip()]
-
-
-def is_local(settings: Settings) -> bool:
-    """Whether the server listens on a loopback address, which only this machine can reach."""
-    try:
-        return settings.uds is None and ipaddress.ip_address(settings.host).is_loopback
-    except ValueError:
-        return settings.uds is None and settings.host == "localhost"
 
 
 def _index_members(settings: Settings, service: Service) -> dict[str, Any]:
