@@ -6,7 +6,7 @@ the steps, unless a subclass replaces them. Keys that share their rotary part (`
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from attend.spec import LayerSpec
 from attend.tensors import Array
 
 CAUSES = ("query", "key", "value")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Known:
@@ -42,17 +43,17 @@ class Known:
         return result
 
 
-def reused(*uses: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def reused(*uses: str) -> Callable[[F], F]:
     """A method whose result for the same arguments is known, unless the layer replaces a method that it `uses`."""
 
-    def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
+    def decorate(method: F) -> F:
         @wraps(method)
         def known(self: "Layer", *arguments: Any) -> Any:
             if self.replaced.isdisjoint(uses):
                 return self.known.result(lambda: method(self, *arguments), method, *self.made_of, *arguments)
             return method(self, *arguments)
 
-        return known
+        return cast(F, known)
 
     return decorate
 

@@ -103,7 +103,8 @@ def spread_of(right: Computation, expected: Expected, *, rounds_inputs: bool) ->
 def _repeated(case: CheckCase, times: int) -> CheckCase:
     """The case with each item of its batch so many times, as that computes all draws at once."""
     given = {name: getattr(case, name) for name in ("query", "key", "value", "visible", "numbers")}
-    return replace(case, **{name: np.concatenate([x] * times) for name, x in given.items() if x is not None})
+    repeated: dict[str, Any] = {name: np.concatenate([x] * times) for name, x in given.items() if x is not None}
+    return replace(case, **repeated)
 
 
 def _moving(dtype: str, rng: np.random.Generator, rounds_inputs: bool) -> type[Layer]:
