@@ -29,9 +29,8 @@ from support.server import Server, fork_server, start_server
 from support.v2 import LAYERS
 from support.waiting import until
 
-# Hypothesis draws 20 examples for each test, the same in every run; with `--hypothesis-profile thorough`, 40 new ones in every run
-# that gives no `--hypothesis-seed`.
-settings.register_profile("quick", max_examples=20, deadline=None, derandomize=True)
+# Hypothesis draws 25 examples for each test, the same in every run; with `--hypothesis-profile thorough`, 40 new ones.
+settings.register_profile("quick", max_examples=25, deadline=None, derandomize=True)
 settings.register_profile("thorough", max_examples=40, deadline=None)
 settings.load_profile("quick")
 # Log exceptions as `attend serve` does: structlog's default also renders the local variables of every frame, which takes seconds.
