@@ -125,6 +125,15 @@ def test_every_command_of_the_documentation_exists(command: str) -> None:
                 assert re.search(rf" {flag}\b", shown), f"{line}: {flag}"
 
 
+def test_every_row_on_reliability_names_tests_that_exist() -> None:
+    commands = re.findall(r"`pytest (tests/[^`]*?)(?: -k (\w+|\"[^\"`]*\"))?`", page("operations.md"))
+    assert len(commands) > 12
+    for files, words in commands:
+        texts = [(ROOT / file).read_text() for file in files.split()]
+        for word in words.strip('"').split(" or "):
+            assert any(re.search(rf"def test_\w*{word}", text) for text in texts), (files, word)
+
+
 def test_the_commands_that_use_a_request_file_work_as_pasted(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the order of the page, in an empty folder."""
     commands = [line for block in blocks("sh", page("heads.md")) for line in block.splitlines() if "request.json" in line]
