@@ -81,7 +81,7 @@ RIGHT = (
     Right(
         "einops_layers.py:x_transformers_layer",
         "x_transformers",
-        options={**ATTEND, "padding_means": "attend", "arguments": {"attn_mask": "mask", "mask": "padding"}},
+        options={**ATTEND, "padding_means": "attend", "arguments": {"attn_mask": "mask", "context_mask": "padding", "mask": "unused"}},
     ),
     Right("d2l_layers.py:MultiHeadAttention", "torch", options={"construct": {"dropout": 0}}),
 )

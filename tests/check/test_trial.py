@@ -99,6 +99,17 @@ class DoublesScores(NormLast):
     factor = 2.0
 
 
+class MasksRowsAndContext(Named):
+    """As in x-transformers: `mask` is of the queries' rows, whose outputs it makes 0, and `context_mask` of the context's."""
+
+    def forward(self, x, context=None, mask=None, context_mask=None):
+        context, of_keys = (x, mask) if context is None else (context, context_mask)
+        q, k, v = (split(getattr(self, name)(y), self.num_heads) for name, y in zip(self.names, (x, context, context), strict=False))
+        heads = scaled_dot_product_attention(q, k, v, None if of_keys is None else of_keys[:, None, None, :])
+        output = self.final(merge(heads))
+        return output if mask is None else output * mask[..., None]
+
+
 class SelfAttentionAlone(Named):
     """Made without the matrices that keys of their own need."""
 
@@ -121,6 +132,7 @@ RIGHT = {
         [],
     ),
     "optional keys that it refuses": (SelfAttentionAlone, ["it refuses context"], ["context"]),
+    "a mask of the context beside one of the queries": (MasksRowsAndContext, ["true in context_mask [b,k] means attend"], ["mask"]),
     "a norm first": (NormFirst, ["compared without norm", "true in mask [b,k] means attend"], ["norm.weight", "norm.bias"]),
     "a residual and a norm last": (NormLast, ["without layer_norm", "its input is added"], ["layer_norm.weight", "layer_norm.bias"]),
 }

@@ -252,6 +252,8 @@ class _Trial:
         found = next((x for x in readings if self._agrees_on(x, role)), None) or next((x for x in readings if self._hides(x, role)), None)
         read = found or next((x for x in readings if self._accepts(x, role)), convention)
         means = getattr(read, option)
+        if self.prepare(read).adapter.mask_role(_kind(role, read)) != role:  # another parameter takes such masks
+            return read, ""
         if option in convention.given or means is None or mask_polarity(Convention(), name):
             return read, ""
         axes = read.mask_shape if role == "mask" else "b,k"
