@@ -7,13 +7,15 @@
     ModelFolder(path).layer(3)  ->  the description and the tensors of a layer in a folder that save_pretrained wrote
 
 These functions take names and arrays, and do not import torch; only `folder.py` reads files. For ambiguous names or shapes, `read_layer`
-raises InvalidRequest, which names the choices. A new layout is a row in `layouts.py`, and at most one function
-in `conversions.py`.
+raises InvalidRequest, which names the choices. A new layout is a row in `layouts.py`, or in `configured_layouts.py`
+if only a config selects it, and at most one function in the file of conversions beside it.
 
 In the order in which to read it:
 
     layout.py                    what a layout is: names of tensors, and their conversion to canonical weights
+    matrix_names.py              how models name the matrices
     layouts.py, conversions.py   the table of layouts, and their conversions
+    configured_layouts.py, configured_conversions.py   those that only a model's config selects
     detection.py, reader.py      finds layers by their names and selects one; reads it, and infers its spec from the shapes of the weights
     config.py, model.py          a model's config.json, and the layers that it describes
     unrelated_fields.py          fields of a config that no attention depends on

@@ -1,7 +1,7 @@
 """The table of layouts: how checkpoints of each framework, or of similar models, name and shape the tensors of an attention layer.
 
-A model's config selects the layout of its family (`families/`), of those from `separate` on, or `gpt2` or `t5`. Files without a config have
-the layouts of `NAMES`, which an explicit `layout` or the names of the tensors select:
+A model's config selects the layout of its family (`families/`), one of `configured_layouts.py`, or `gpt2` or `t5`. Files without a config
+have the layouts of `NAMES`, which an explicit `layout` or the names of the tensors select:
 
 * `d2l`: W_q, W_k, W_v, W_o; [out, in] as `.weight` (torch, MXNet), [in, out] as `/kernel` (Flax) or `/vars/0` (Keras' files). Keras'
   variable paths (`dense/kernel`, `dense_1/kernel`) do not tell the matrices apart and are not read.
@@ -20,38 +20,14 @@ the layouts of `NAMES`, which an explicit `layout` or the names of the tensors s
 
 Head count, softcap, window, theta and scale are in no tensor: copy them from the model's config into the spec. What a layout assumes for
 other fields is in its row.
-
-The names of models' matrices stand once, in `FOUR_MATRICES` and `ONE_MATRIX`. A layout without a config has those of one row; a layout that
-a config selects has them all, since the config decides which family it is, and a tensor whose name matches none of them is refused.
-`separate` has four matrices [out, in], `stacked`, `grouped` and `codegen` one for queries, keys and values. Norms of queries and keys may
-have any of the usual names. An output gate has a matrix of its own, or shares that of the queries (`gated queries`) or of queries, keys and
-values (`gated stack`). `latent` has DeepSeek's matrices in two steps.
 """
 
-from collections.abc import Callable, Mapping
 from functools import partial
 
-from attend.attention.operators.differential import LAMBDAS
-from attend.checkpoints.conversions import (
-    CROSS,
-    KINDS,
-    TABLE,
-    codegen,
-    convert,
-    convert_by_head,
-    convolutions,
-    cosine,
-    differential,
-    fused,
-    gated_queries,
-    gated_stack,
-    grouped,
-    latent,
-    t5,
-    t5_table,
-    xlnet,
-)
-from attend.checkpoints.layout import AXES, INPUTS, QKV_BIASES, Converted, Fields, LayerTensors, Layout
+from attend.checkpoints.configured_layouts import CONFIGURED
+from attend.checkpoints.conversions import CROSS, TABLE, convert, convert_by_head, fused, grouped, t5, t5_table
+from attend.checkpoints.layout import AXES, QKV_BIASES, Fields, Layout
+from attend.checkpoints.matrix_names import FOUR_MATRICES, FUSED, four_names, packed_names
 from attend.spec_parts import PROJECTIONS
 
 NAMES: dict[str, str] = {  # of layouts that an explicit `layout` may be -> whose they are
@@ -84,50 +60,6 @@ LLAMA_ROPE = (
     'with "dims" where only part of a head is rotated (GLM-4, Nemotron); null for none'
 )
 
-
-def _names(paths: str, weight: str = "{}.weight", bias: str = "{}.bias") -> dict[str, str]:
-    """Names of four separate projections -> canonical names; without biases if `bias` is ""."""
-    named = dict(zip(PROJECTIONS, paths.split(), strict=True))
-    names = {weight.format(path): f"{name}.weight" for name, path in named.items()}
-    return names | ({bias.format(path): f"{name}.bias" for name, path in named.items()} if bias else {})
-
-
-def packed_names(**projections: str) -> dict[str, str]:
-    """Names of matrices and their biases -> roles, for `packed_names(qkv="c_attn", output="c_proj")`."""
-    return {f"{name}.{kind}": f"{projection}.{kind}" for projection, name in projections.items() for kind in ("weight", "bias")}
-
-
-FOUR_MATRICES = {  # layout or model -> names of the matrices of queries, keys, values and of the output
-    "llama": "q_proj k_proj v_proj o_proj",
-    "bart": "q_proj k_proj v_proj out_proj",
-    "bert": "self.query self.key self.value output.dense",
-    "vit": "attention.query attention.key attention.value output.dense",
-    "distilbert": "q_lin k_lin v_lin out_lin",
-    "t5": "q k v o",
-    "albert": "query key value dense",
-    "ctrl": "Wq Wk Wv dense",
-    "deberta-v2": "self.query_proj self.key_proj self.value_proj output.dense",
-    "internvl_vision": "q_proj k_proj v_proj projection_layer",
-    "modernbert-decoder": "q_proj k_proj v_proj Wo",
-    "moshi": "q_proj.linear k_proj.linear v_proj.linear o_proj.linear",
-    "mpnet": "attn.q attn.k attn.v attn.o",
-    "prophetnet": "query_proj key_proj value_proj out_proj",
-    "qwen2_5_omni": "q k v proj",
-    "squeezebert": "attention.query attention.key attention.value post_attention.conv1d",
-    "wav2vec2-bert": "linear_q linear_k linear_v linear_out",
-    "with a prefix": "self.q_proj self.k_proj self.v_proj projection",
-}
-FUSED = "qkv proj", "query_key_value dense", "qkv_proj o_proj", "Wqkv out_proj", "in_proj out_proj", "c_attn c_proj"
-ONE_MATRIX = (  # names of the matrix of queries, keys and values, and of that of the output
-    *FUSED,
-    "Wqkv Wo",  # ModernBERT
-    "self.Wqkv wo",
-    "att_proj attn_out",  # Molmo 2
-    "attention.qkv output.dense",  # TimeSformer
-    "self.in_proj output.dense",  # DeBERTa
-    "gqkv_proj o_proj",  # HRM-Text
-)
-
 ALL_BIASES = (*QKV_BIASES, "output.bias")
 OPTIONAL_BIASES = (QKV_BIASES, ("output.bias",))
 OPTIONAL_PACKED_BIASES = ("qkv.bias",), ("output.bias",)
@@ -138,7 +70,7 @@ INV_FREQ = {"rotary_emb.inv_freq": "inv_freq"}  # a buffer of old checkpoints: [
 QK_NORM = ("query_norm.weight", "key_norm.weight")
 ATTEND_OPTIONAL = (QK_NORM, *((role,) for role in AXES if role not in (*QK_NORM, *(f"{name}.weight" for name in PROJECTIONS))))
 
-LLAMA_NAMES = _names(FOUR_MATRICES["llama"])
+LLAMA_NAMES = four_names(FOUR_MATRICES["llama"])
 NORMS = {"q_norm.weight": "query_norm.weight", "k_norm.weight": "key_norm.weight"}
 LLAMA = partial(
     Layout,
@@ -149,7 +81,7 @@ LLAMA = partial(
     required_fields=dict.fromkeys(("rope", "rope.theta", "rope.interleaved"), LLAMA_ROPE),
     identified_under=("self_attn",),
 )
-T5_NAMES = _names(FOUR_MATRICES["t5"], bias="")
+T5_NAMES = four_names(FOUR_MATRICES["t5"], bias="")
 T5 = partial(Layout, "t5", convert=t5, assumed={"scale": 1.0}, shared_table=t5_table)
 
 KV_BIAS = "no bias_k and bias_v (add_bias_kv): attention weights have no column for such keys"
@@ -171,7 +103,7 @@ HEAD_COUNT = {"num_heads": "the number of heads, which splits the rows"}
 KERNELS = partial(convert, transposed=True)
 SEED_STATE = {"*seed_generator*": None}  # the state of a layer with dropout
 GLUON = (("attention_cell", "proj"), ("attention_cell_in", "proj_in"), ("attention_cell_inter", "proj_inter"))
-LENS_NAMES = _names("Q K V O", "W_{}", "b_{}") | {"rotary_sin": "rotary"}
+LENS_NAMES = four_names("Q K V O", "W_{}", "b_{}") | {"rotary_sin": "rotary"}
 LENS_GROUPED = {f"_{name}" if name[-1] in "KV" else name: role for name, role in LENS_NAMES.items()}
 LENS = partial(
     Layout,
@@ -181,89 +113,32 @@ LENS = partial(
     ignored={"mask": 2, "IGNORE": 0, "rotary_cos": 2},
 )
 
-MODULES = {  # of layouts that a config selects: what a module is -> its names
-    "qkv": [row.split()[0] for row in ONE_MATRIX],
-    **{name: [row.split()[i] for row in FOUR_MATRICES.values()] for i, name in enumerate(INPUTS)},
-    "output": [row.split()[-1] for row in (*FOUR_MATRICES.values(), *ONE_MATRIX)],
-    "query_norm": ["q_norm", "query_layernorm", "q_layernorm", "query_norm"],
-    "key_norm": ["k_norm", "key_layernorm", "k_layernorm", "key_norm"],
-    "gate": ["gate_proj", "g_proj"],
-    "position_key": ["linear_pos", "relative_k_proj", "self.pos_key_proj", "self.pos_proj"],
-    "position_query": ["self.pos_query_proj", "self.pos_q_proj"],
-}
-OTHER_NAMES = {
-    **dict.fromkeys(("sinks", "softmax_offset", "attention_sink_bias"), "sinks"),
-    "gate_bias": "gate.bias",
-    **dict.fromkeys(("pos_bias_u", "bias_u"), "content_bias"),  # of Transformer-XL's scores
-    **dict.fromkeys(("pos_bias_v", "bias_v"), "position_bias"),
-    "distance_embedding.weight": "distances",
-    "self.relative_position_bias_table": "grid_bias",  # Swin and BEiT
-    "relative_position_bias.relative_position_bias_table": "grid_bias",
-    "attention.relative_position_bias.relative_position_bias_table": "grid_bias",
-    "rel_pos_h": "grid_rows",  # SAM
-    "rel_pos_w": "grid_columns",
-}
-VIDEO_MAE_BIASES = {"attention.q_bias": "query.bias", "attention.v_bias": "value.bias"}
-PACKED_NAMES = {"in_proj_weight": "qkv.weight", "in_proj_bias": "qkv.bias", "self.q_bias": "query.bias", "self.v_bias": "value.bias"}
-# norms of blocks, and buffers of old files
-IGNORED = {"*LayerNorm.*": None, "*rotary_emb.inv_freq": None, "*relative_position_index": 2, "bias": 4, "masked_bias": 0}
-
-
-def _by_config(name: str, convert: Callable[[LayerTensors], Converted], *projections: str, more: Mapping[str, str] | None = None) -> Layout:
-    """A layout that a config selects, with these matrices, that of the output, and `more`, other names and their roles.
-
-    Biases, norms, gates, tables and sinks may be missing: the config says whether there are any.
-    """
-    more = more or {}
-    modules = (*projections, "output", "query_norm", "key_norm", "gate", "position_key", "position_query")
-    names = {f"{spelling}.{kind}": f"{module}.{kind}" for module in modules for spelling in MODULES[module] for kind in KINDS}
-    names |= {**OTHER_NAMES, **(PACKED_NAMES if "qkv" in projections else VIDEO_MAE_BIASES), **more}
-    required = {f"{matrix}.weight" for matrix in (*projections, "output")} | {*more.values()}
-    return Layout(name, names, convert, optional=tuple((role,) for role in {*names.values()} - required), ignored=IGNORED)
-
-
-LATENT = packed_names(query_down="q_a_proj", down="kv_a_proj_with_mqa", output="o_proj") | {
-    "q_proj.weight": "query.weight",
-    "q_b_proj.weight": "query.weight",
-    "q_a_layernorm.weight": "query_down_norm.weight",
-    "kv_a_layernorm.weight": "key_value_down_norm.weight",
-    "kv_b_proj.weight": "up.weight",
-}
-NETWORK = "self.continuous_position_bias_mlp"
-COSINE = {"self.logit_scale": "logit_scale", f"{NETWORK}.2.weight": "network_out.weight"}
-COSINE |= {f"{NETWORK}.0.{kind}": f"network.{kind}" for kind in KINDS}
-INDEXER = packed_names(index_key_norm="indexer.k_norm") | {
-    "indexer.wq_b.weight": "index_query.weight",
-    "indexer.wk.weight": "index_key.weight",
-    "indexer.weights_proj.weight": "index_head_weights.weight",
-}
-GATED = {"linear_gate.weight": "gate.weight", "learnable_sink_param": "sinks"}
-XLNET = {"q": "query.weight", "k": "key.weight", "v": "value.weight", "o": "output.weight", "r": "position_key.weight"}
-XLNET |= {"r_w_bias": "content_bias", "r_r_bias": "position_bias"}
-LATENT_OPTIONS = (("query_down.bias",), ("down.bias",), ("output.bias",))
-
 LAYOUTS: tuple[Layout, ...] = (
     Layout("attend", {role: role for role in AXES}, convert, optional=ATTEND_OPTIONAL),
-    Layout("d2l", _names("q k v o", "W_{}.weight", "W_{}.bias"), convert, optional=(ALL_BIASES,)),
-    Layout("d2l", _names("q k v o", "W_{}.kernel", "W_{}.bias"), KERNELS, optional=(ALL_BIASES,)),
-    Layout("d2l", _names("q k v o", "W_{}.vars.0", "W_{}.vars.1"), KERNELS, optional=(ALL_BIASES,), ignored=SEED_STATE),
+    Layout("d2l", four_names("q k v o", "W_{}.weight", "W_{}.bias"), convert, optional=(ALL_BIASES,)),
+    Layout("d2l", four_names("q k v o", "W_{}.kernel", "W_{}.bias"), KERNELS, optional=(ALL_BIASES,)),
+    Layout("d2l", four_names("q k v o", "W_{}.vars.0", "W_{}.vars.1"), KERNELS, optional=(ALL_BIASES,), ignored=SEED_STATE),
     *(
         Layout(
-            "mxnet", _names(f"{cell}.proj_query {cell}.proj_key {cell}.proj_value {proj}"), convert, optional=OPTIONAL_BIASES, parent=cell
+            "mxnet",
+            four_names(f"{cell}.proj_query {cell}.proj_key {cell}.proj_value {proj}"),
+            convert,
+            optional=OPTIONAL_BIASES,
+            parent=cell,
         )
         for cell, proj in GLUON
     ),
     *(
-        Layout("numpy", _names("q k v o", *spelled), KERNELS, optional=OPTIONAL_BIASES)
+        Layout("numpy", four_names("q k v o", *spelled), KERNELS, optional=OPTIONAL_BIASES)
         for spelled in (("W_{}", "b_{}"), ("W{}", "b{}"), ("w_{}", "b_{}"))
     ),
-    Layout("bert", _names(FOUR_MATRICES["bert"]), convert, ignored={"output.LayerNorm.*": None}),
-    Layout("distilbert", _names(FOUR_MATRICES["distilbert"]), convert),
-    Layout("vit", _names(FOUR_MATRICES["vit"]), convert, optional=(QKV_BIASES,)),
+    Layout("bert", four_names(FOUR_MATRICES["bert"]), convert, ignored={"output.LayerNorm.*": None}),
+    Layout("distilbert", four_names(FOUR_MATRICES["distilbert"]), convert),
+    Layout("vit", four_names(FOUR_MATRICES["vit"]), convert, optional=(QKV_BIASES,)),
     Layout("vit", LLAMA_NAMES, convert, optional=(QKV_BIASES,), identified_under=("attention",)),
     Layout(
         "bart",
-        _names(FOUR_MATRICES["bart"]),
+        four_names(FOUR_MATRICES["bart"]),
         convert,
         optional=(("query.bias", "value.bias", "output.bias"), ("key.bias",)),
         identified_under=("self_attn", "encoder_attn"),
@@ -281,7 +156,7 @@ LAYOUTS: tuple[Layout, ...] = (
     ),
     Layout(
         "meta_llama",
-        _names("wq wk wv wo", bias="") | INV_FREQ,
+        four_names("wq wk wv wo", bias="") | INV_FREQ,
         convert,
         optional=(("inv_freq",),),
         assumed={"rope": {"interleaved": True}},
@@ -324,13 +199,13 @@ LAYOUTS: tuple[Layout, ...] = (
     *(
         Layout("keras", names, convert_by_head, optional=(ALL_BIASES,), ignored=SEED_STATE)
         for names in (
-            _names("query key value attention_output", "{}.kernel"),
-            _names("query key value output", "{}_dense.vars.0", "{}_dense.vars.1"),
+            four_names("query key value attention_output", "{}.kernel"),
+            four_names("query key value output", "{}_dense.vars.0", "{}_dense.vars.1"),
         )
     ),
     Layout(
         "flax",
-        _names("query key value out", "{}.kernel") | {"query_ln.scale": "query_norm.weight", "key_ln.scale": "key_norm.weight"},
+        four_names("query key value out", "{}.kernel") | {"query_ln.scale": "query_norm.weight", "key_ln.scale": "key_norm.weight"},
         convert_by_head,
         optional=(ALL_BIASES, QK_NORM),
         assumed={"qk_norm": {"kind": "layer", "eps": 1e-6}},  # norms of normalize_qk
@@ -341,18 +216,5 @@ LAYOUTS: tuple[Layout, ...] = (
     ),
     LENS(LENS_NAMES),
     LENS(LENS_GROUPED),
-    _by_config("separate", convert, *INPUTS),
-    _by_config("separate, norms less 1", partial(convert, norms_less_one=True), *INPUTS),
-    _by_config("convolutions", convolutions, *INPUTS),
-    _by_config("cosine", cosine, *INPUTS, more=COSINE),
-    _by_config("differential", differential, *INPUTS, more={name: name for name in LAMBDAS}),
-    _by_config("gated queries, norms less 1", gated_queries, *INPUTS),
-    _by_config("stacked", convert, "qkv"),
-    _by_config("gated stack", partial(convert, rows=gated_stack), "qkv"),
-    _by_config("grouped", partial(convert, rows=grouped), "qkv"),
-    _by_config("codegen", partial(convert, rows=codegen), "qkv"),
-    Layout("xlnet", XLNET, xlnet, ignored={"r_s_bias": None, "seg_embed": None, "layer_norm.*": None}),
-    Layout("latent", LATENT, latent, optional=(("query_down.weight", "query_down_norm.weight"), *LATENT_OPTIONS), ignored=IGNORED),
-    Layout("latent, indexed", LATENT | INDEXER, latent, optional=LATENT_OPTIONS, ignored=IGNORED),
-    Layout("latent, gated, indexed", LATENT | INDEXER | GATED, partial(latent, rotated_last=True), optional=LATENT_OPTIONS),
+    *CONFIGURED,
 )

@@ -16,7 +16,7 @@ import numpy as np
 
 from attend.attention.operators import OPERATORS, shared_key_dim
 from attend.checkpoints.config import brief
-from attend.checkpoints.conversions import as_configured
+from attend.checkpoints.configured_conversions import as_configured
 from attend.checkpoints.detection import Match, listed, normalised, refusal_of_weights, select
 from attend.checkpoints.layout import AXES, Converted, Fields, LayerTensors, Layout, Weights
 from attend.checkpoints.layouts import ROPE

@@ -3,7 +3,8 @@
     spec.py      the options of a figure, and its content: `Picture`
     kinds.py     weights or outputs to a `Picture`, for each kind of figure
     geometry.py  positions and sizes of its parts
-    plot.py      a `Picture` to a PNG, an SVG or an HTML page
+    plot.py      a `Picture` to a PNG or an SVG
+    html.py      a plot to an HTML page
 
 matplotlib is loaded by the first figure. Only one thread at a time may call `draw`.
 """
@@ -19,7 +20,8 @@ def draw(picture: Picture, spec: FigureSpec, check: Callable[[], None] = lambda:
 
     Raises TooLarge for a PNG of too many pixels, InvalidRequest if panels or values do not fit.
     """
-    from attend.heads.figures.plot import Plot, settings, write_html
+    from attend.heads.figures.html import write_html
+    from attend.heads.figures.plot import Plot, settings
 
     check()
     with settings(spec.theme):
