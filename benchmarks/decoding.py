@@ -26,7 +26,7 @@ from torch import Tensor
 
 from attend.attention.cache import KeyValueCache, PagePool
 from attend.attention.call import Call, CallOptions
-from attend.attention.decoding import CachedStep, forward_steps
+from attend.attention.decoding import CachedForwardPass, forward_cached
 from attend.attention.layer import MultiHeadAttention
 from attend.attention.masks import Masks
 from attend.spec import LayerSpec
@@ -59,8 +59,8 @@ class Contenders:
 
     def ours(self) -> Tensor:
         """One step of every session, as one batch. The output of the last one."""
-        steps = [(CachedStep(cache, self.keys), self.call) for cache in self.caches]
-        return forward_steps(self.layer, steps)[-1].tensors["output"]
+        steps = [(CachedForwardPass(cache, self.keys), self.call) for cache in self.caches]
+        return forward_cached(self.layer, steps)[-1].tensors["output"]
 
     @torch.inference_mode()
     def torch(self) -> Tensor:

@@ -87,6 +87,10 @@ class SpecProperties(OperatorFields):
         own = {operator.field for operator in self.operators if operator.of_calls}
         return own | ({"intervals"} if any(map(str, self.intervals)) else set())
 
+    def implied_features(self, num_keys: int) -> frozenset[str]:
+        """The features of calls with so many keys that follow from the fields of the layer."""
+        return frozenset().union(*(operator.implied_features(self, num_keys) for operator in self.operators))
+
     @cached_property
     def signed_weights(self) -> str:
         """The field that makes attention weights negative, with any sum; "" if none does."""

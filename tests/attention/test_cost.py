@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from attend.attention.cache import KeyValueCache, PagePool
 from attend.attention.cost import cost_of_steps
-from attend.attention.decoding import CachedStep, forward_steps
+from attend.attention.decoding import CachedForwardPass, forward_cached
 from attend.attention.initialization import draw_weights
 from attend.attention.layer import MultiHeadAttention
 from attend.attention.masks import Masks
@@ -83,6 +83,6 @@ def test_a_step_of_a_session_projects_its_own_rows(fields: dict[str, Any]) -> No
         call = call_of(query, query, query, masks, layer.spec.scale, frozenset({"output"}), reproducible=True)
         call = call.with_options(num_keys=start + rows)
         with FlopCounterMode(display=False) as counted:
-            forward_steps(layer, [(CachedStep(cache, start), call)])
+            forward_cached(layer, [(CachedForwardPass(cache, start), call)])
         products = counted.get_total_flops()
         assert products < cost_of_steps(layer.spec, call.options, start)[0] < 1.2 * products

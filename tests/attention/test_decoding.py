@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attend.attention.cache import KeyValueCache, PagePool
-from attend.attention.decoding import forward_steps
+from attend.attention.decoding import forward_cached
 from attend.attention.kernels import pages
 from attend.attention.kernels.pages import MAX_HEAD_DIM
 from attend.attention.native.extension import extension
@@ -107,7 +107,7 @@ def test_steps_of_several_caches_in_one_batch_agree_with_the_reference(seed: int
     steps = [sequence.draw(rng, queries, keys, *(name for name in features if rng.random() < 0.2)) for sequence in sequences]
     starts = [sequence.length for sequence in sequences]
     bound = [sequence.bind(members) for sequence, members in zip(sequences, steps, strict=True)]
-    results = forward_steps(first.layer.attention, [(each.operation, each.call) for each in bound])
+    results = forward_cached(first.layer.attention, [(each.operation, each.call) for each in bound])
     for sequence, members, start, result in zip(sequences, steps, starts, results, strict=True):
         sequence.keep(members)
         sequence.check(result, members, start)

@@ -90,7 +90,7 @@ def test_batches_selections_and_steps_of_sessions_are_computed_elsewhere() -> No
             masks = Masks(torch.tensor([[n]]), n + 1, right=0)
             row = call_of(here, 1, 1, seed=n, outputs=frozenset({"output"}), masks=masks).with_options(num_keys=n + 1)
             rows.reserve(n + 1)
-            (result,) = decoding.forward_steps(layer, [(decoding.CachedStep(rows, n), row.to(layer.device))])
+            (result,) = decoding.forward_cached(layer, [(decoding.CachedForwardPass(rows, n), row.to(layer.device))])
         results.append(result.tensors)
     agree(*results)
 

@@ -758,16 +758,16 @@ def test_steps_share_a_batch_if_rounding_does_not_matter(factor: float, shares: 
 
 def test_steps_of_a_batch_that_runs_out_of_memory_append_their_rows_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are computed again alone, after the batch has written rows."""
-    real, sizes = decoding.forward_steps, []
+    real, sizes = decoding.forward_cached, []
 
-    def forward_steps(layer: Any, steps: Any) -> Any:
+    def forward_cached(layer: Any, steps: Any) -> Any:
         sizes.append(len(steps))
         results = real(layer, steps)
         if len(steps) > 1:
             raise MemoryError
         return results
 
-    monkeypatch.setattr(decoding, "forward_steps", forward_steps)
+    monkeypatch.setattr(decoding, "forward_cached", forward_cached)
     rng, case = np.random.default_rng(0), Case(LayerSpec(d_model=6, num_heads=3), {})
     first = Sequence(case)
     sequences, starts = [first, *(Sequence(case, first.pool, first.layer) for _ in range(4))], (3, 0, 17, 2, 5)

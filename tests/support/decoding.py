@@ -12,7 +12,7 @@ import torch
 from attend.attention import cache, decoding
 from attend.attention.cache import KeyValueCache, PagePool, cached_tensors, follows_from_cache
 from attend.attention.call import Result
-from attend.attention.decoding import CachedStep, forward_steps
+from attend.attention.decoding import CachedForwardPass, forward_cached
 from attend.attention.reference import forward
 from attend.attention.reference.call import ReferenceCall
 from attend.attention.reference.forward import Outputs
@@ -148,8 +148,8 @@ class Sequence:
     def step(self, members: Mapping[str, Any]) -> Result:
         """Compute a step, check it, and free what the layer's window hides."""
         start, bound = self.length, self.bind(members)
-        assert isinstance(bound.operation, CachedStep)
-        (result,) = forward_steps(self.layer.attention, [(bound.operation, bound.call)])
+        assert isinstance(bound.operation, CachedForwardPass)
+        (result,) = forward_cached(self.layer.attention, [(bound.operation, bound.call)])
         if members.get("append", True):
             self.keep(members)
         assert self.length == len(self.rows["key"])
@@ -205,14 +205,14 @@ class Gate:
     """Steps that are computed alone wait until `opened` is set."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.entered, self.opened, real = threading.Semaphore(0), threading.Event(), decoding.forward_steps
+        self.entered, self.opened, real = threading.Semaphore(0), threading.Event(), decoding.forward_cached
 
-        def forward_steps(*args: Any) -> Any:
+        def forward_cached(*args: Any) -> Any:
             self.entered.release()
             assert self.opened.wait(PATIENCE)
             return real(*args)
 
-        patch.setattr(decoding, "forward_steps", forward_steps)
+        patch.setattr(decoding, "forward_cached", forward_cached)
 
     def wait(self) -> None:
         """Returns once a step waits."""

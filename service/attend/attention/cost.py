@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import TypeAlias
 
 from attend.attention.call import CallOptions
-from attend.attention.dataflow import is_pair, needed, sources
+from attend.attention.dataflow import needed, sources
 from attend.attention.program import program_of
 from attend.attention.rows import MAX_BLOCK_SCORES
 from attend.axes import GRADIENTS
@@ -30,7 +30,7 @@ def cost_of_steps(spec: LayerSpec, options: CallOptions, cached: int = 0) -> tup
     rows = min(q, max(1, MAX_BLOCK_SCORES // max(1, b * spec.num_heads * k)))
     counts = {"all": (q, k), "new": (q, k - cached), "block": (rows, k)}
     lengths = {name: {"q": i, "k": j, "q + k": i + j} for name, (i, j) in counts.items()}
-    terms = _terms(spec, options.features | spec.features, options.outputs - {*GRADIENTS} | {"output"})
+    terms = _terms(spec, options.features | spec.features | spec.implied_features(k), options.outputs - {*GRADIENTS} | {"output"})
     operations, stored = (_sum(spec, some, lengths) for some in terms)
     inputs = q * spec.query_dim + (k - cached) * (spec.key_dim + spec.value_dim)
     return operations, b * (stored + BY_TORCH[spec.dtype].size * inputs)
@@ -45,13 +45,13 @@ def _terms(spec: LayerSpec, features: frozenset[str], outputs: frozenset[str]) -
     """
     program = needed(program_of(spec, features), outputs)
     written = {name: value for step in program for name, value in step.writes.items()}
-    size, counted = BY_TORCH[spec.dtype].size, {name for name in outputs if name in written and not is_pair(written[name].axes)}
+    size, counted = BY_TORCH[spec.dtype].size, {name for name in outputs if name in written and not written[name].of_pairs}
     operations: Counter[tuple[str, tuple[str, ...]]] = Counter()
     stored: Counter[tuple[str, tuple[str, ...]]] = Counter()
     for step, source in zip(program, sources(program), strict=True):
         if source == "weights":
             continue
-        of_pairs = any(is_pair(value.axes) for value in step.writes.values())
+        of_pairs = any(value.of_pairs for value in step.writes.values())
         computed, kept = "new" if source == "keys" else "all", "block" if of_pairs else "all"
         dtypes = {written[name].dtype for name in (*step.reads, *step.writes) if name in written}
         factor = 4 if "float64" in dtypes else 2

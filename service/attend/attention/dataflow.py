@@ -6,35 +6,30 @@ A cache keeps values that depend on keys alone, a layer those that depend on its
 from collections.abc import Collection, Sequence
 
 from attend.attention.operators.step import Step, Value
-from attend.attention.program import INPUTS, Program
+from attend.attention.program import INPUT_AXES, Program
 
 OF_KEYS = frozenset({"key", "value", "key_coordinates"})  # inputs of a program that have rows of keys
 OF_ROWS = OF_KEYS | {"query", "query_coordinates", "positions"}  # of keys or of queries
 
 
-def needed(program: Sequence[Step], wanted: Collection[str], given: Collection[str] = ()) -> Program:
-    """The steps that compute the wanted values, which are names of values or of steps, from the `given` ones and the inputs."""
-    values, steps = {*wanted} - {*given}, list[Step]()
+def needed(program: Sequence[Step], wanted: Collection[str], known: Collection[str] = ()) -> Program:
+    """The steps that compute the wanted values, which are names of values or of steps, from the known ones and the inputs."""
+    missing, steps = {*wanted} - {*known}, list[Step]()
     for step in reversed(program):
-        if step.name in wanted or not values.isdisjoint(step.writes):
+        if step.name in wanted or not missing.isdisjoint(step.writes):
             steps.append(step)
-            values = values - {*step.writes} | {*step.reads} - {*given}
+            missing = missing - {*step.writes} | {*step.reads} - {*known}
     return tuple(reversed(steps))
-
-
-def is_pair(axes: str) -> bool:
-    """Whether a value has a number for each query and key, so that it is computed for a block of rows at a time."""
-    return "q" in axes.split(",") and "k" in axes.split(",")
 
 
 def sources(program: Sequence[Step]) -> list[str]:
     """What each step depends on: `weights` alone, also on `keys` and values of the call, or also on the rest of the `call`."""
-    found: dict[str, str] = {name: "keys" if name in OF_KEYS else "call" for name in INPUTS}
+    of_values: dict[str, str] = {name: "keys" if name in OF_KEYS else "call" for name in INPUT_AXES}
     of_steps = []
     for step in program:
-        read = {found.get(name, "weights") for name in step.reads}
+        read = {of_values.get(name, "weights") for name in step.reads}
         source = "call" if "call" in read or step.expands else "keys" if "keys" in read else "weights"
-        found.update(dict.fromkeys(step.writes, source))
+        of_values.update(dict.fromkeys(step.writes, source))
         of_steps.append(source)
     return of_steps
 
@@ -63,7 +58,7 @@ def cached_values(program: Sequence[Step]) -> dict[str, Value]:
 def is_of_rows(program: Sequence[Step], name: str) -> bool:
     """Whether a value is computed of rows of queries or of keys alone, without a number for each pair of them."""
     steps = needed(program, {name})
-    return not any(is_pair(value.axes) for step in steps for value in step.writes.values())
+    return not any(value.of_pairs for step in steps for value in step.writes.values())
 
 
 def row_steps(program: Sequence[Step]) -> Program:
@@ -71,7 +66,7 @@ def row_steps(program: Sequence[Step]) -> Program:
     written = {name for step in program for name in step.writes}
     known, steps = set(OF_ROWS), list[Step]()
     for step in program:
-        if not step.expands and all(name in known or name not in written | {*INPUTS} for name in step.reads):
+        if not step.expands and all(name in known or name not in written | {*INPUT_AXES} for name in step.reads):
             known |= {*step.writes}
             steps.append(step)
     return tuple(steps)

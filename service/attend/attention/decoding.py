@@ -1,8 +1,8 @@
 """Attention of new rows to all rows of a KV cache: projects the new ones, appends their keys and values, and attends.
 
-The program of the layer is run in three parts: the steps of new rows alone, for the steps of all caches together; those that read cached
-rows, for each cache; and the output projection, together again. One query that requests neither weights nor scores attends to the pages
-without joining them, if `PagesKernel` computes the second part.
+The program of the layer is run in three sections: the steps of new rows alone, for all caches together; those that read cached rows, for
+each cache; and the output projection, together again. One query that requests neither weights nor scores attends to the pages without
+joining them, if `PagesKernel` computes the second section.
 """
 
 import math
@@ -23,26 +23,27 @@ from attend.attention.layer import MultiHeadAttention
 from attend.attention.masks import Masks
 from attend.attention.operations import Operation
 from attend.attention.program import program_of
+from attend.attention.torch_arithmetic import all_finite
 
 
 @dataclass(frozen=True, slots=True)
-class CachedStep(Operation):
+class CachedForwardPass(Operation):
     """The operation that appends the keys and values of a call to a cache, and then attends to all its rows.
 
     `key_coordinates` of its call: None for start, start + 1, ….
     """
 
     is_one_pass = changes_state = True
-    largest_batch = 64  # on any device: steps are not stacked, they share the products with the layer's weights
+    largest_batch = 64  # on any device: calls are not stacked, they share the products with the layer's weights
 
     cache: KeyValueCache
-    start: int  # number of rows before the step
+    start: int  # number of rows before the call
 
     def run(self, layer: MultiHeadAttention, call: Call) -> Result:
-        return forward_steps(layer, [(self, call)])[0]
+        return forward_cached(layer, [(self, call)])[0]
 
     def batch_key(self, call: Call) -> tuple[Any, ...] | None:
-        """Steps with equal numbers of rows, whose rows are projected together."""
+        """Calls with equal numbers of rows, whose rows are projected together."""
         if call.options.reproducible:
             return None
         coordinates = [call.given[name].shape if name in call.given else None for name in ("query_coordinates", "key_coordinates")]
@@ -53,8 +54,8 @@ class CachedStep(Operation):
         return self.cache.largest_row
 
     def run_batch(self, layer: MultiHeadAttention, batch: Sequence[tuple[Self, Call]]) -> list[Result]:
-        moved = [(step, call.to(layer.device)) for step, call in batch]
-        return [result.cpu() for result in forward_steps(layer, moved)]
+        moved = [(one, call.to(layer.device)) for one, call in batch]
+        return [result.cpu() for result in forward_cached(layer, moved)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,46 +73,44 @@ class CachedOperation(Operation):
 
 
 @torch.inference_mode()
-def forward_steps(layer: MultiHeadAttention, steps: Sequence[tuple[CachedStep, Call]]) -> list[Result]:
-    """The results of steps of several caches, with equal numbers of rows. Their rows are projected together."""
-    values, of_keys = _compute_rows(layer, steps)
+def forward_cached(layer: MultiHeadAttention, passes: Sequence[tuple[CachedForwardPass, Call]]) -> list[Result]:
+    """The results of passes with a cache each and equal numbers of rows. Their rows are projected together."""
+    values, of_keys = _compute_rows(layer, passes)
     results = []
-    for i, (step, call) in enumerate(steps):
-        step.cache.largest_row = max(step.cache.largest_row, largest_row(call.key))
-        new = as_rows(step.cache.cached, values, i)
-        step.cache.finite = all(map(_is_finite, new.values()))
-        step.cache.write(step.start, new)
-        of_step = {name: tensor[i : i + 1] for name, tensor in values.items() if name not in of_keys}
-        results.append(_attend(layer, call, of_step, step.cache))
-    concatenated = [
-        result.tensors["concatenated"] for (_, call), result in zip(steps, results, strict=True) if "output" in call.options.outputs
-    ]
-    outputs = iter(layer.project_back(_stacked(concatenated)).chunk(len(concatenated)) if concatenated else ())
-    for (_, call), result in zip(steps, results, strict=True):
-        if "output" in call.options.outputs:
-            result.tensors["output"] = next(outputs)
-    return [
-        replace(result, tensors={name: x for name, x in result.tensors.items() if name != "concatenated" or name in call.options.outputs})
-        for (_, call), result in zip(steps, results, strict=True)
-    ]
+    for i, (one, call) in enumerate(passes):
+        cache = one.cache
+        cache.largest_row = max(cache.largest_row, largest_row(call.key))
+        rows = as_rows(cache.cached, values, i)
+        cache.finite = all(map(all_finite, rows.values()))
+        cache.write(one.start, rows)
+        of_queries = {name: tensor[i : i + 1] for name, tensor in values.items() if name not in of_keys}
+        results.append(_attend(layer, call, of_queries, cache))
+    outputs = [call.options.outputs for _, call in passes]
+    _project_back(layer, [result for result, names in zip(results, outputs, strict=True) if "output" in names])
+    for result, names in zip(results, outputs, strict=True):
+        if "concatenated" not in names:
+            result.tensors.pop("concatenated", None)
+    return results
 
 
-def _compute_rows(layer: MultiHeadAttention, steps: Sequence[tuple[CachedStep, Call]]) -> tuple[Values, set[str]]:
-    """What depends on the new rows of each step alone: what caches keep, and what their queries need; and the names of values of keys."""
-    rows = _stack_new_rows(steps)
-    cached = {one.value for one in steps[0][0].cache.cached.values()}
-    features = steps[0][1].features
-    wanted = cached | set().union(*(call.options.outputs for _, call in steps))
+def _project_back(layer: MultiHeadAttention, results: Sequence[Result]) -> None:
+    """Add `output`, of the `concatenated` heads of these results, by one product."""
+    if results:
+        concatenated = _stacked([result.tensors["concatenated"] for result in results])
+        for result, output in zip(results, layer.project_back(concatenated).chunk(len(results)), strict=True):
+            result.tensors["output"] = output
+
+
+def _compute_rows(layer: MultiHeadAttention, passes: Sequence[tuple[CachedForwardPass, Call]]) -> tuple[Values, set[str]]:
+    """What depends on the new rows of each pass alone: what caches keep, and what their queries need; and the names of values of keys."""
+    calls = [call for _, call in passes]
+    features = layer.features_of(max(calls, key=lambda call: call.options.num_keys))
+    wanted = {tensor.value for tensor in passes[0][0].cache.cached.values()}.union(*(call.options.outputs for call in calls))
     program = row_steps(needed(program_of(layer.spec, features), wanted, layer.constants))
-    values = layer.values_of(rows, None, {name for step in program for name in step.reads})
+    values = layer.values_of(_stack_new_rows(passes), None, {name for step in program for name in step.reads})
     run_steps(layer.arithmetic, program, values)
     written = {name: value for step in program for name, value in step.writes.items()}
     return {name: values[name] for name in written}, {name for name, value in written.items() if "k" in value.axes.split(",")}
-
-
-def _is_finite(rows: Tensor) -> bool:
-    """Whether all numbers are finite. Their sum, which is faster, may overflow although they are."""
-    return math.isfinite(rows.sum()) or bool(rows.isfinite().all())
 
 
 def largest_row(rows: Tensor) -> float:
@@ -121,16 +120,16 @@ def largest_row(rows: Tensor) -> float:
     return max(1.0, float(torch.linalg.vector_norm(rows, dim=-1).max()) / math.sqrt(rows.shape[-1]))
 
 
-def _stack_new_rows(steps: Sequence[tuple[CachedStep, Call]]) -> Call:
-    """One call with the new rows of all steps as its batch items, which has all that steps of rows read."""
-    calls = [call for _, call in steps]
+def _stack_new_rows(passes: Sequence[tuple[CachedForwardPass, Call]]) -> Call:
+    """One call with the new rows of all passes as its batch items, which has all that steps of rows read."""
+    calls = [call for _, call in passes]
     first, count = calls[0], calls[0].key.shape[1]
     inputs = first.options.inputs(lambda name: _stacked([getattr(call, name) for call in calls]))
     indices = torch.arange(count, dtype=torch.float64, device=first.key.device)[None]
     queries = [call.given["query_coordinates"] for call in calls if "query_coordinates" in call.given]
-    keys = [call.given.get("key_coordinates", step.start + indices) for step, call in steps]
+    keys = [call.given.get("key_coordinates", one.start + indices) for one, call in passes]
     return Call(
-        replace(first.options, items=len(steps), num_keys=count),
+        replace(first.options, items=len(passes), num_keys=count),
         **inputs,
         masks=Masks(_stacked([call.masks.positions for call in calls]), count),
         given={"key_coordinates": _stacked(keys), **({"query_coordinates": _stacked(queries)} if queries else {})},
@@ -158,9 +157,9 @@ def _attend_to_pages(layer: MultiHeadAttention, call: Call, rows: Values, cache:
     first, last = (int(index) for index in call.masks.interval(slice(0, 1)))
     if last < first:
         return None
-    given = {*rows, "key_projection", "value_projection"}
+    known = {*rows, "key_projection", "value_projection"}
     for kernel in layer.cache_kernels:
-        if (plan := layer.plan(call.features, call.options.outputs, given, kernel)) is not None:
+        if (plan := layer.plan(layer.features_of(call), call.options.outputs, known, kernel)) is not None:
             with suppress(Inexact):
                 values = layer.values_of(call, None, plan.reads) | rows | {"cache": cache}
                 return Result(layer.run(plan, call, values, lambda block: slice(first, last + 1)))

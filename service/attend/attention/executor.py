@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attend.attention.dropout import Dropout
 from attend.attention.masks import MaskBlock, Masks
 from attend.attention.operators.step import Step
-from attend.attention.program import INPUTS, Program
+from attend.attention.program import INPUT_AXES, Program
 from attend.attention.rows import block_of
 from attend.attention.torch_arithmetic import TorchArithmetic
 
@@ -31,7 +32,11 @@ class Plan:
     after: Program  # once, with the rows of all blocks
     axes: Mapping[str, tuple[str, ...]]  # of all values
     results: tuple[str, ...]  # values of blocks that are wanted, or read after them
-    all_heads: bool  # whether steps of blocks need all heads
+
+    @cached_property
+    def all_heads(self) -> bool:
+        """Whether steps of blocks need all heads."""
+        return any(step.all_heads for step in self.block)
 
     @cached_property
     def reads(self) -> frozenset[str]:
@@ -50,7 +55,7 @@ class Plan:
 
 def axes_of(program: Sequence[Step], weights: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
     """The axes of all values of a program; `weights` are those of weights, by canonical name."""
-    axes = {name: tuple(text.split(",")) for name, text in INPUTS.items()} | dict(weights)
+    axes = {name: tuple(text.split(",")) for name, text in INPUT_AXES.items()} | dict(weights)
     return axes | {name: tuple(value.axes.split(",")) for step in program for name, value in step.writes.items()}
 
 
@@ -58,7 +63,7 @@ def plan_of(program: Sequence[Step], wanted: Collection[str], axes: dict[str, tu
     """The plan of a program that computes the wanted values and nothing else; `axes` are those of all values."""
     before, block, after, of_blocks = list[Step](), list[Step](), list[Step](), set[str]()
     for step in program:
-        if any("q" in named and "k" in named for named in (axes.get(name, ()) for name in (*step.reads, *step.writes))):
+        if any({"q", "k"} <= {*axes.get(name, ())} for name in (*step.reads, *step.writes)):
             assert not {*step.reads} & {name for late in after for name in late.writes}, f"{step.name} needs all rows of an earlier block"
             block.append(step)
             of_blocks |= {*step.writes}
@@ -73,8 +78,7 @@ def plan_of(program: Sequence[Step], wanted: Collection[str], axes: dict[str, tu
         if step.name in wanted and step.name not in step.writes:
             results[step.name] = None
             axes[step.name] = axes[next(iter(step.writes))]
-    all_heads = any(step.all_heads for step in block)
-    return Plan(frozenset(wanted), tuple(before), tuple(block), tuple(after), axes, tuple(results), all_heads)
+    return Plan(frozenset(wanted), tuple(before), tuple(block), tuple(after), axes, tuple(results))
 
 
 def run_steps(m: TorchArithmetic, steps: Iterable[Step], values: Values, wanted: Collection[str] = ()) -> None:
@@ -116,9 +120,9 @@ def _value_of_block(value: Any, axes: Sequence[str], rows: slice, keys: slice) -
     """A value of a call as the steps of a block read it."""
     if isinstance(value, Masks):
         return MaskBlock(value, rows, keys)
-    if not isinstance(value, Tensor):
-        return value.kept(rows) if hasattr(value, "kept") else value
-    return block_of(value, axes, rows, keys)
+    if isinstance(value, Dropout):
+        return value.kept(rows)
+    return block_of(value, axes, rows, keys) if isinstance(value, Tensor) else value
 
 
 def run_blocks(
@@ -140,15 +144,20 @@ class Assembly:
         self.num_rows = num_rows
         self.tensors: dict[str, Tensor] = {}
 
-    def put(self, name: str, axis: int, rows: slice, part: Tensor) -> None:
-        """Add these rows of a tensor, which are on this axis, or are all the same on an axis of 1."""
-        if part.shape[axis] != (count := rows.stop - rows.start):
-            part = part.movedim(axis, 0).expand(count, *part.movedim(axis, 0).shape[1:]).movedim(0, axis)
-        if part.shape[axis] == self.num_rows:
-            self.tensors[name] = part
+    def put(self, name: str, axis: int, rows: slice, x: Tensor) -> None:
+        """Add these rows x of a tensor, which are on this axis, or are all the same on an axis of 1."""
+        if x.shape[axis] != (count := rows.stop - rows.start):
+            x = x.expand(_with_length(x, axis, count))
+        if count == self.num_rows:
+            self.tensors[name] = x
             return
         if name not in self.tensors:
-            shape = list(part.shape)
-            shape[axis] = self.num_rows
-            self.tensors[name] = part.new_empty(shape)
-        self.tensors[name].narrow(axis, rows.start, rows.stop - rows.start).copy_(part)
+            self.tensors[name] = x.new_empty(_with_length(x, axis, self.num_rows))
+        self.tensors[name].narrow(axis, rows.start, count).copy_(x)
+
+
+def _with_length(x: Tensor, axis: int, length: int) -> list[int]:
+    """The shape of x with another length of one axis."""
+    shape = list(x.shape)
+    shape[axis] = length
+    return shape

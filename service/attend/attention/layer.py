@@ -91,10 +91,11 @@ class MultiHeadAttention:
 
     def _compute(self, call: Call, wanted: Collection[str], fully_masked: Tensor | None, *, exact: bool) -> dict[str, Tensor]:
         """These outputs; `keys` and `values` in place of the attention weights if the call has `top_k`."""
-        features = call.features if fully_masked is not None or self._empties else call.features - {"uniform"}
-        given = frozenset(call.cached or ())
+        features = self.features_of(call)
+        features = features if fully_masked is not None or self._empties else features - {"uniform"}
+        known = frozenset(call.cached or ())
         for kernel in (*(() if exact else self.kernels), None):
-            if (plan := self.plan(features, wanted, given, kernel)) is None:
+            if (plan := self.plan(features, wanted, known, kernel)) is None:
                 continue
             try:
                 return self.run(plan, call, self.values_of(call, fully_masked, plan.reads))
@@ -102,14 +103,18 @@ class MultiHeadAttention:
                 continue
         raise AssertionError("the plan without kernels computes everything")
 
+    def features_of(self, call: Call) -> frozenset[str]:
+        """The features of the program of a call."""
+        return call.features | self.spec.implied_features(call.options.num_keys)
+
     def plan(
-        self, features: Collection[str], wanted: Collection[str], given: Collection[str] = (), kernel: Kernel | None = None
+        self, features: Collection[str], wanted: Collection[str], known: Collection[str] = (), kernel: Kernel | None = None
     ) -> Plan | None:
-        """The plan of calls with these features that has the `given` values; None if the kernel does not compute them."""
-        key = frozenset(features), frozenset(wanted), frozenset(given), kernel and kernel.name
+        """The plan of calls with these features that has the known values; None if the kernel does not compute them."""
+        key = frozenset(features), frozenset(wanted), frozenset(known), kernel and kernel.name
         if key not in self._plans:
             program = program_of(self.spec, features)
-            steps: Program | None = needed(program, wanted, {*given, *self.constants})
+            steps: Program | None = needed(program, wanted, {*known, *self.constants})
             steps = steps if kernel is None or steps is None else fuse(steps, kernel, wanted)
             if len(self._plans) >= MOST_PLANS:
                 self._plans.clear()
@@ -152,14 +157,10 @@ class MultiHeadAttention:
             for rows, block in self._blocks(plan, call, values, keys_of=keys_of):
                 for name in plan.results:
                     if name == "attention_weights" and name in plan.wanted:
-                        weights = block[name]
-                        if plan.all_heads and call.options.heads is not None:
-                            weights = weights[:, list(call.options.heads)]
-                        for part, tensor in reduce_weights(weights, call).items():
-                            assembly.put(part, -2, rows, tensor)
+                        for output, tensor in reduce_weights(_of_selected_heads(block[name], plan, call), call).items():
+                            assembly.put(output, -2, rows, tensor)
                     else:
-                        axes = plan.axes.get(name, ("b", "h", "q", "k"))
-                        assembly.put(name, axes.index("q"), rows, block[name])
+                        assembly.put(name, plan.axes[name].index("q"), rows, block[name])
             top_k = {name: assembly.tensors.pop(name) for name in TOP_K & {*assembly.tensors}}
             values |= assembly.tensors
         run_steps(self.arithmetic, plan.after, values, plan.wanted)
@@ -240,7 +241,7 @@ class MultiHeadAttention:
 
     def finish(self, call: Call, head_outputs: Tensor) -> dict[str, Tensor]:
         """The outputs of the call that follow from weighted values [b, h, q, value_head_dim]: `head_outputs`, `concatenated`, `output`."""
-        program = program_of(self.spec, call.features)
+        program = program_of(self.spec, self.features_of(call))
         start = program.index(WEIGHTED_VALUES) + 1
         wanted = {*FROM_HEADS & call.options.outputs}
         first = [step for step in needed(program, wanted, {*self.constants}) if step in program[start:]]
@@ -270,15 +271,19 @@ class MultiHeadAttention:
         `projected`: heads that are known, by the names of outputs; they may be of another number of heads. `blocks`: the rows of each
         block. A caller that drops each block before the next needs memory for one block only.
         """
-        given = {*projected, *(call.cached or ())}
-        plan = self.plan(call.features, ("attention_weights", "visible"), given)
+        known = {*projected, *(call.cached or ())}
+        features = self.features_of(call)
+        plan = self.plan(features, ("attention_weights", "visible"), known)
         assert plan is not None
         values = self.values_of(call, fully_masked, plan.reads) | dict(projected)
         run_steps(self.arithmetic, plan.before, values)
-        restricted = bool(call.features & {"causal", "intervals", "sets"}) or any(step.name == "select" for step in plan.block)
+        restricted = bool(features & {"causal", "intervals", "sets"}) or any(step.name == "select" for step in plan.block)
         for rows, block in self._blocks(plan, call, values, blocks):
-            weights, visible = block["attention_weights"], block["visible"] if restricted else None
-            if plan.all_heads and call.options.heads is not None:
-                heads = list(call.options.heads)
-                weights, visible = weights[:, heads], visible if visible is None or visible.shape[1] == 1 else visible[:, heads]
-            yield WeightBlock(rows, weights, visible)
+            weights, visible = (_of_selected_heads(block[name], plan, call) for name in ("attention_weights", "visible"))
+            yield WeightBlock(rows, weights, visible if restricted else None)
+
+
+def _of_selected_heads(x: Tensor, plan: Plan, call: Call) -> Tensor:
+    """The heads of x [b, h|1, q, k] that the call selects, if the steps of the plan needed all."""
+    heads = call.options.heads if plan.all_heads else None
+    return x if heads is None or x.shape[1] == 1 else x[:, list(heads)]

@@ -52,8 +52,8 @@ def has_onednn() -> bool:
 
 def _round_up(rows: int) -> int:
     """Round up to a number of rows that many calls share: oneDNN compiles code for each, in half a millisecond and half a megabyte."""
-    step = max(4, 1 << max(0, rows.bit_length() - 4))
-    return -(-rows // step) * step
+    multiple = max(4, 1 << max(0, rows.bit_length() - 4))
+    return -(-rows // multiple) * multiple
 
 
 def _reorder(weight: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from attend.attention.rows import block_of
 
 MASK_TENSORS = ("positions", "attend_mask", "attend_keys", "query_segments", "key_segments", "lengths", "bias")  # fields of Masks
-PAIRS = ("b", "h", "q", "k")
+PAIR_AXES = ("b", "h", "q", "k")
 PADDING = -2  # the segment of keys that no query has
 
 
@@ -94,21 +94,21 @@ class Masks:
     def visible(self, rows: slice, keys: slice | None = None) -> Tensor | None:
         """bool [b|1, h|1, rows|1, keys|1]: the keys that each query may attend to; None if nothing is blocked."""
         keys = keys or slice(0, self.num_keys)
-        parts: list[Tensor] = []
+        masks: list[Tensor] = []
         if self.attend_mask is not None:
-            parts.append(block_of(self.attend_mask, PAIRS, rows, keys))
+            masks.append(block_of(self.attend_mask, PAIR_AXES, rows, keys))
         if self.attend_keys is not None:
-            parts.append(block_of(self.attend_keys[:, None, None], PAIRS, rows, keys))
+            masks.append(block_of(self.attend_keys[:, None, None], PAIR_AXES, rows, keys))
         if self.query_segments is not None and self.key_segments is not None:
             query_segments, key_segments = self.query_segments[:, None, :, None], self.key_segments[:, None, None]
-            parts.append(block_of(query_segments, PAIRS, rows, keys) == block_of(key_segments, PAIRS, rows, keys))
+            masks.append(block_of(query_segments, PAIR_AXES, rows, keys) == block_of(key_segments, PAIR_AXES, rows, keys))
         if self.bias is not None and self.bias_blocks:
-            parts.append(block_of(self.bias, PAIRS, rows, keys) != -torch.inf)
+            masks.append(block_of(self.bias, PAIR_AXES, rows, keys) != -torch.inf)
         if self.has_intervals:
             first, last = (index[:, None, :, None] for index in self.interval(rows))
             j = torch.arange(keys.start, keys.stop, device=self.positions.device)
-            parts += [j <= last, j >= first] if self._has_lower_bound else [j <= last]
-        return reduce(and_, parts) if parts else None
+            masks += [j <= last, j >= first] if self._has_lower_bound else [j <= last]
+        return reduce(and_, masks) if masks else None
 
     def fully_masked(self, blocks: Iterable[slice]) -> Tensor | None:
         """bool [b|1, h|1, q]: the rows without a visible key; None if there cannot be any. `blocks` are the rows to compute at a time."""
@@ -117,13 +117,13 @@ class Masks:
         if not self.has_sets:
             first, last = self.interval(slice(0, self.positions.shape[1]))
             return (last < first)[:, None]
-        parts = []
+        empty = []
         for rows in blocks:
             visible = self.visible(rows)
             assert visible is not None
-            empty = ~visible.any(-1) if self.num_keys else visible.new_ones(1, 1, 1)
-            parts.append(empty.expand(-1, -1, rows.stop - rows.start))
-        return torch.cat(parts, -1)
+            is_empty = ~visible.any(-1) if self.num_keys else visible.new_ones(1, 1, 1)
+            empty.append(is_empty.expand(-1, -1, rows.stop - rows.start))
+        return torch.cat(empty, -1)
 
     def real_keys(self, batch: int) -> Tensor:
         """bool [b, k]: the keys that lengths, key masks and segments do not block for every query. The others are padding."""

@@ -105,11 +105,11 @@ class PackedAttention(Operation):
         ordered = [results[i] for i in range(len(self.queries))]
         tensors: dict[str, Tensor] = {}
         for name in call.options.outputs:
-            parts = [result.tensors[name] for result in ordered]
+            of_sequences = [result.tensors[name] for result in ordered]
             if layer.spec.every_output[name].by_sequence:
-                tensors |= {f"{name}.{i}": part for i, part in enumerate(parts)}
+                tensors |= {f"{name}.{i}": x for i, x in enumerate(of_sequences)}
             else:
-                tensors[name] = torch.cat(parts, layer.spec.every_output[name].row_axis)
+                tensors[name] = torch.cat(of_sequences, layer.spec.every_output[name].row_axis)
         return Result(tensors, _fully_masked(ordered, self.queries, layer.spec.num_heads))
 
     def _groups(self) -> dict[tuple[int, int], list[int]]:

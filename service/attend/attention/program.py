@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from attend.attention.operators.projection import product_formula, project_heads
-from attend.attention.operators.step import Step, Steps, Value
+from attend.attention.operators.step import HEAD_OUTPUTS, PAIRS, SCORES, VISIBLE, WEIGHTS, Step, Steps, Value
 from attend.axes import PROGRAM_TENSORS
 
 if TYPE_CHECKING:
@@ -22,9 +22,8 @@ if TYPE_CHECKING:
 
 Program = tuple[Step, ...]
 
-# The axes of what a program gets: the tensors of a call, and what depends on its masks. PAIRS have a number for each query and key.
-PAIRS = "b,h,q,k"
-INPUTS: Mapping[str, str] = {
+# The axes of what a program gets: the tensors of a call, and what depends on its masks.
+INPUT_AXES: Mapping[str, str] = {
     "query": "b,q,query_dim",
     "key": "b,k,key_dim",
     "value": "b,k,value_dim",
@@ -41,8 +40,6 @@ INPUTS: Mapping[str, str] = {
 }
 
 OPTIONAL = frozenset({"bias", "values"})  # features by which calls have more values
-HEAD_OUTPUTS = {"head_outputs": Value("b,h,q,value_head_dim")}
-WEIGHTS, SCORES, VISIBLE = {"attention_weights": Value(PAIRS)}, {"scores": Value(PAIRS)}, {"visible": Value(PAIRS, "bool")}
 
 
 def program_of(spec: Dimensions, features: Collection[str] = ()) -> Program:
@@ -62,6 +59,7 @@ def sections_of(spec: Dimensions, features: Collection[str] = ()) -> Mapping[str
 def _sections_of(spec: Dimensions, features: frozenset[str]) -> Mapping[str, Program]:
     at = _operator_steps(spec, features)
     masked = visibility(spec, features)
+    restricted = masked or [step for step in at["select"] if "visible" in step.writes]
     biases = [name for step in (*at["bias"], *at["visible_bias"]) for name in step.writes] + ["bias"] * ("bias" in features)
     fill = (FILL,) if "uniform" in features else ()
     sections: dict[str, Program] = {
@@ -74,7 +72,7 @@ def _sections_of(spec: Dimensions, features: frozenset[str]) -> Mapping[str, Pro
         "raw scores": (*(at["scores"] or (SCALED_PRODUCTS,)), *at["terms"]),
         "capped": at["cap"],
         "mixed": at["mix_scores"],
-        "scores": (*((ADD_BIAS,) if biases else ()), *at["scale_scores"], *((MASK,) if masked or at["select"] else ())),
+        "scores": (*((ADD_BIAS,) if biases else ()), *at["scale_scores"], *((MASK,) if restricted else ())),
         "softmax": (*(at["normalise"] or (SOFTMAX, LOG_SUM_EXP)), *(() if "part" in features else at["sinks"]), *fill),
         "weights": (
             *at["combine"],
@@ -144,11 +142,11 @@ RESTRICTIONS: Mapping[str, str] = {
 
 def visibility(spec: Dimensions, features: Collection[str]) -> Program:
     """The step that says which keys are visible to each query; none if all are."""
-    for kind in ("sets", "intervals", "causal"):
-        if kind in features:
+    for restriction in ("sets", "intervals", "causal"):
+        if restriction in features:
             intervals = [str(operator.interval(spec)) for operator in spec.operators] + ["j ≤ i"] * ("causal" in features)
-            own = f"j is visible to i if {' and '.join(filter(None, intervals))}" if any(intervals) else RESTRICTIONS[kind]
-            return (Step(f"visible_{kind}", ("masks",), VISIBLE, own, _visible),)
+            formula = f"j is visible to i if {' and '.join(filter(None, intervals))}" if any(intervals) else RESTRICTIONS[restriction]
+            return (Step(f"visible_{restriction}", ("masks",), VISIBLE, formula, _visible),)
     return ()
 
 

@@ -15,17 +15,17 @@ def row_slices(scores_per_row: int, rows: int, device: torch.device | None = Non
     `most_rows`: of a block, if its memory does not bound them.
     """
     most = MAX_BLOCK_SCORES if device is None or device.type == "cpu" else max(MAX_BLOCK_SCORES, free_bytes(device) // SHARE)
-    step = max(1, min(most // max(1, scores_per_row), rows if most_rows is None else most_rows))
-    for start in range(0, max(rows, 1), step):
-        yield slice(start, min(start + step, rows))
+    count = max(1, min(most // max(1, scores_per_row), rows if most_rows is None else most_rows))
+    for start in range(0, max(rows, 1), count):
+        yield slice(start, min(start + count, rows))
 
 
 def block_of(tensor: Tensor, axes: Sequence[str], rows: slice, keys: slice) -> Tensor:
     """The rows on the axis q, and the keys on the axis k, of a tensor with these axes; an axis of 1 stays."""
     for axis, name in enumerate(axes[: tensor.ndim]):
-        part = rows if name == "q" else keys if name == "k" else None
-        if part is not None and tensor.shape[axis] > 1 and (part.start, part.stop) != (0, tensor.shape[axis]):
-            tensor = tensor.narrow(axis, part.start, part.stop - part.start)
+        indices = rows if name == "q" else keys if name == "k" else None
+        if indices is not None and tensor.shape[axis] > 1 and (indices.start, indices.stop) != (0, tensor.shape[axis]):
+            tensor = tensor.narrow(axis, indices.start, indices.stop - indices.start)
     return tensor
 
 

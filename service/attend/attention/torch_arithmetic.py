@@ -19,7 +19,7 @@ class TorchArithmetic:
 
     def __init__(self, weights: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
         self.weights, self.dtype, self.wide_dtype, self.device = weights, dtype, at_least_float32(dtype), device
-        self._products: dict[str, Linear] = {}  # created when first needed, since each may store its weight a second time
+        self._linear: dict[str, Linear] = {}  # created when first needed, since each may store its weight a second time
         self._exact: dict[str, Tensor] = {}
         self._zero = torch.empty(1, 1, 1, dtype=self.wide_dtype, device=device)  # the required addend of baddbmm, which beta=0 ignores
 
@@ -54,9 +54,9 @@ class TorchArithmetic:
         return self.weights.get(name)
 
     def project(self, x: Tensor, name: str) -> Tensor:
-        if (product := self._products.get(name)) is None:
-            product = self._products[name] = Linear(self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
-        return product(x)
+        if (linear := self._linear.get(name)) is None:
+            linear = self._linear[name] = Linear(self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
+        return linear(x)
 
     def project_exactly(self, x: Tensor, name: str) -> Tensor:
         bias = self._exact_weight(f"{name}.bias") if f"{name}.bias" in self.weights else None
@@ -97,9 +97,8 @@ class TorchArithmetic:
         if fully_masked is None:
             return torch.softmax(scores, -1)
         rows = fully_masked[..., None]
-        return torch.softmax(scores.masked_fill(rows, 0), -1).masked_fill(
-            rows, 0
-        )  # softmax of a row of -inf, and its derivative, would be NaN
+        weights = torch.softmax(scores.masked_fill(rows, 0), -1)  # that of a row of -inf, and its derivative, would be NaN
+        return weights.masked_fill(rows, 0)
 
     def log_sum_exp(self, scores: Tensor) -> Tensor:
         return torch.logsumexp(scores, -1)
@@ -142,9 +141,7 @@ class TorchArithmetic:
         chosen = x >= least
         tied = (chosen.sum(-1) > n) & ~torch.isneginf(least[..., 0])
         if tied.any():
-            rows, equal = x[tied], x[tied] == least[tied]
-            above = rows > least[tied]
-            chosen[tied] = above | (equal & (equal.cumsum(-1) <= n - above.sum(-1, keepdim=True)))
+            chosen[tied] = _first_largest(x[tied], least[tied], n)
         return chosen
 
 
@@ -167,11 +164,15 @@ def top_k(values: Tensor, n: int) -> tuple[Tensor, Tensor]:
     largest, indices = largest[..., :n], indices[..., :n]
     if n and tied.any():
         rows = values[tied].nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)  # topk treats NaN as the largest, too
-        least = rows.topk(n, -1).values[:, -1:]
-        above, equal = rows > least, rows == least
-        taken = above | (equal & (equal.cumsum(-1) <= n - above.sum(-1, keepdim=True)))
+        taken = _first_largest(rows, rows.topk(n, -1).values[:, -1:], n)
         taken_indices = taken.nonzero()[:, 1].view(-1, n)  # in ascending order
         order = rows.gather(1, taken_indices).sort(dim=1, descending=True, stable=True).indices
         indices[tied] = taken_indices.gather(1, order)
         largest[tied] = values[tied].gather(1, indices[tied])
     return largest, indices
+
+
+def _first_largest(rows: Tensor, least: Tensor, n: int) -> Tensor:
+    """The n largest of each row [..., k]: those above the n-th largest, `least` [..., 1], and the first of those equal to it: bool."""
+    above, equal = rows > least, rows == least
+    return above | (equal & (equal.cumsum(-1) <= n - above.sum(-1, keepdim=True)))

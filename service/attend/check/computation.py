@@ -109,7 +109,7 @@ class Computation:
         values, steps, written = m.weights | inputs_of(self.spec, call), list[RunStep](), dict[str, int]()
         program = program_of(self.spec, features_of(self.spec, call))
         run_steps(m, constants(program), values)
-        for step in needed(program, {"output"}, given=[name for constant in constants(program) for name in constant.writes]):
+        for step in needed(program, {"output"}, known=[name for constant in constants(program) for name in constant.writes]):
             run_steps(m, (step,), values)
             made = next((x for name in step.writes if (x := values[name]) is not None), None)
             parents = frozenset(written[name] for name in step.reads if name in written)

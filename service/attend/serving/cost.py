@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 from attend.attention.call import CallOptions
 from attend.attention.cost import cost_of_steps
-from attend.attention.dataflow import is_pair
 from attend.axes import GRADIENTS
 from attend.serving.calls import call_options
 from attend.spec import LayerSpec
@@ -128,7 +127,7 @@ def _output_scores(options: CallOptions, spec: LayerSpec) -> int:
     b, q, k, h = options.items, options.num_queries, options.num_keys, spec.num_heads
     heads, queries = _selected(options, h)
     weights = heads * queries * ("attention_weights" in options.outputs) + 3 * h * q * (not options.outputs.isdisjoint(GRADIENTS))
-    others = [name for name in options.outputs - {"attention_weights"} if is_pair(spec.every_output[name].axes)]
+    others = [name for name in options.outputs - {"attention_weights"} if spec.every_output[name].of_pairs]
     return b * k * weights + sum(math.prod(spec.output_shape(name, b, q, k)) for name in others)
 
 

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from attend.attention.decoding import CachedStep, forward_steps
+from attend.attention.decoding import CachedForwardPass, forward_cached
 from attend.attention.kernels.choice import CALLS, STEPS, kernels_of
 from attend.attention.kernels.fusion import Kernel
 from attend.attention.layer import MultiHeadAttention
 from attend.attention.native.extension import extension
+from attend.attention.reference.forward import attend
 from attend.check.random_cases import Case
 from attend.checkpoints.families.examples import examples
 from attend.serving.calls import make_call
@@ -102,13 +103,31 @@ def test_the_named_kernel_computes_steps_of_sessions(spec: LayerSpec) -> None:
     computed = record(sequence.layer.attention)
     members = {**sequence.draw(rng, 1, 1), "causal": True, "outputs": ["output"]}
     start, bound = sequence.length, sequence.bind(members)
-    assert isinstance(bound.operation, CachedStep)
+    assert isinstance(bound.operation, CachedForwardPass)
 
-    (result,) = forward_steps(sequence.layer.attention, [(bound.operation, bound.call)])
+    (result,) = forward_cached(sequence.layer.attention, [(bound.operation, bound.call)])
 
     sequence.keep(members)
     sequence.check(result, members, start)
     assert {*computed} == {kernels_of(spec)["session"]} - {STEPS}
+
+
+@pytest.mark.parametrize(("rows", "kernel"), [(5, "causal sdpa"), (7, "sdpa")], ids=["selected", "some selected"])
+def test_keys_are_selected_only_among_more_than_top_k(rows: int, kernel: str) -> None:
+    """A causal call of at most `top_k` keys has the kernel of a layer without an indexer; its output is that of the float64 reference."""
+    latent = {"query_rank": 11, "key_value_rank": 13, "rope_key_dim": 2}
+    indexer = {"num_heads": 2, "head_dim": 5, "top_k": 5}
+    spec = LayerSpec(d_model=15, num_heads=3, rope={"dims": 2}, latent=latent, indexer=indexer)
+    case = drawn_case(spec)
+    assert case.weights is not None
+    layer = MultiHeadAttention(spec, {name: torch.from_numpy(x) for name, x in case.weights.items()}, torch.device("cpu"))
+    request = {"query": case.request["query"][:rows], "causal": True}
+    computed = record(layer)
+
+    got = layer.forward(make_call(validate(AttendRequest, {**request, "outputs": ["output"]}), spec)).tensors["output"]
+
+    assert computed == [kernel]
+    np.testing.assert_allclose(got[0], attend(spec, case.weights, **request).output, rtol=0, atol=1e-5)
 
 
 def test_the_examples_have_every_kernel() -> None:

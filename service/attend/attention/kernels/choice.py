@@ -12,8 +12,8 @@ CALLS = {"whole": "", "causal": "causal", "masked": "sets", "session": "interval
 
 
 def kernels_of(spec: LayerSpec) -> dict[str, str]:
-    """Kind of call, of CALLS -> the kernel that computes its output on a CPU, where the C extension is installed; STEPS if none does."""
-    return {kind: _kernel_of(spec, kind, feature) for kind, feature in CALLS.items()}
+    """Call, of CALLS -> the kernel that computes its output on a CPU, where the C extension is installed; STEPS if none does."""
+    return {call: _kernel_of(spec, call, feature) for call, feature in CALLS.items()}
 
 
 def fused_kernels(spec: LayerSpec) -> tuple[Kernel, ...]:
@@ -21,14 +21,16 @@ def fused_kernels(spec: LayerSpec) -> tuple[Kernel, ...]:
     return CausalSdpaKernel(spec), SdpaKernel(spec)
 
 
-def _kernel_of(spec: LayerSpec, kind: str, feature: str) -> str:
-    own = spec.features
-    features = own - {"intervals"} | {feature} if feature and not (feature == "causal" and "intervals" in own) else own
-    given = {name for step in constants(spec.program) for name in step.writes}
+def _kernel_of(spec: LayerSpec, call: str, feature: str) -> str:
+    """The kernel of a call with this feature; a layer whose masks are intervals has no call that is only causal."""
+    features = spec.features
+    if feature and not (feature == "causal" and "intervals" in features):
+        features = features - {"intervals"} | {feature}
+    known = {name for step in constants(spec.program) for name in step.writes}
     program, wanted = program_of(spec, features), {"output"}
-    if kind == "session":
-        rows = {name for step in row_steps(needed(program, wanted, given)) for name in step.writes}
-        read = needed(program, wanted, given | rows | {"key_projection", "value_projection"})
+    if call == "session":
+        rows = {name for step in row_steps(needed(program, wanted, known)) for name in step.writes}
+        read = needed(program, wanted, known | rows | {"key_projection", "value_projection"})
         if PagesKernel.suits(spec) and fuse(read, PagesKernel(spec), wanted):
             return PagesKernel.name
-    return next((kernel.name for kernel in fused_kernels(spec) if fuse(needed(program, wanted, given), kernel, wanted)), STEPS)
+    return next((kernel.name for kernel in fused_kernels(spec) if fuse(needed(program, wanted, known), kernel, wanted)), STEPS)

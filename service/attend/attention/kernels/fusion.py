@@ -54,8 +54,8 @@ def fuse(program: Sequence[Step], kernel: Kernel, wanted: Collection[str]) -> Pr
     names = (*(name for name in kernel.reads if name in reads), *kernel.brings)
     axes: Value = next(step.writes[kernel.writes] for step in reversed(fused) if kernel.writes in step.writes)
     formula = ";  ".join(step.formula for step in fused)
-    own = Step(
+    replacement = Step(
         kernel.name, names, {kernel.writes: axes}, formula, lambda m, *values: kernel.compute(**dict(zip(names, values, strict=True)))
     )
     others = [step for step in program[: last + 1] if step.name not in kernel.fuses]
-    return (*others, own, *program[last + 1 :])
+    return (*others, replacement, *program[last + 1 :])

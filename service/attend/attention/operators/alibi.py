@@ -22,9 +22,9 @@ class AlibiOperator(Operator):
     @classmethod
     def steps(cls, spec: Dimensions, features: Collection[str] = ()) -> Steps:
         """The slopes, and the biases."""
-        own = Step("alibi_slopes", (), {"alibi_slopes": Value("h")}, "", lambda m: m.wide(m.constant(slopes(spec.num_heads))))
+        constant = Step("alibi_slopes", (), {"alibi_slopes": Value("h")}, "", lambda m: m.wide(m.constant(slopes(spec.num_heads))))
         reads, formula = ("positions", "keys", "alibi_slopes"), "alibi_bias_ij = -slope_h · |i - j|"
-        return {"constants": (own,), "bias": (Step("alibi", reads, {"alibi_bias": Value("b,h,q,k")}, formula, _bias),)}
+        return {"constants": (constant,), "bias": (Step("alibi", reads, {"alibi_bias": Value("b,h,q,k")}, formula, _bias),)}
 
 
 def slopes(heads: int) -> list[float]:

@@ -15,7 +15,7 @@ from pydantic import Field
 
 from attend.attention.operators.declarations import LeftOut
 from attend.attention.operators.operator import Operator
-from attend.attention.operators.step import Step, Steps, Value
+from attend.attention.operators.step import VISIBLE, Step, Steps, Value
 from attend.spec_parts import Part, Width
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class BlockSelectionOperator(Operator):
         select = Step(
             "select_blocks",
             ("query_projection", "block_means", "positions", "keys", "visible"),
-            {"visible": Value("b,h,q,k", "bool")},
+            VISIBLE,
             f"j is visible to i if its block is that of i{earlier}",
             partial(_select, blocks=blocks),
             all_keys=True,
@@ -99,6 +99,6 @@ def _select(m: Arithmetic, query: Any, means: Any, positions: Any, keys: Any, vi
     index = m.counting(count, keys)
     earlier = index < m.xp.floor_divide(positions, blocks.block_size)[:, None, :, None]
     scores = m.where(earlier, grouped.reshape(*query.shape[:3], count), float("-inf"))
-    own = index == m.xp.floor_divide(positions, blocks.block_size)[:, None, :, None]
-    chosen = m.largest(scores, min(blocks.top_k - 1, count)) & earlier | own
+    current = index == m.xp.floor_divide(positions, blocks.block_size)[:, None, :, None]
+    chosen = m.largest(scores, min(blocks.top_k - 1, count)) & earlier | current
     return visible & m.gather(chosen, (keys // blocks.block_size)[None, None, None])

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from attend.attention.operators.operator import Operator
 from attend.attention.operators.qk_norm import QKNorm, normalise
-from attend.attention.operators.step import Step, Steps, Value
+from attend.attention.operators.step import HEAD_OUTPUTS, SCORES, WEIGHTS, Step, Steps, Value
 from attend.spec_parts import SMALLEST, Flag, Part, field_error
 
 if TYPE_CHECKING:
@@ -87,11 +87,10 @@ class DifferentialOperator(Operator):
             "λ = exp(λ_q1 · λ_k1) - exp(λ_q2 · λ_k2) + lambda_init",
             lambda m, q1, k1, q2, k2: _dot(m, q1, k1) - _dot(m, q2, k2) + config.lambda_init,
         )
-        reads, pairs = ("query_projection", "key_projection", "scale"), {"scores": Value("b,h,q,k")}
         scores = Step(
             "two_scores",
-            reads,
-            pairs,
+            ("query_projection", "key_projection", "scale"),
+            SCORES,
             "S1, S2 = scale · Q1 K1ᵀ, scale · Q2 K2ᵀ, of both halves of each head",
             _two_scores,
             products=("b,h,q,k,head_dim",),
@@ -99,15 +98,15 @@ class DifferentialOperator(Operator):
         difference = Step(
             "difference",
             ("attention_weights", "lambda"),
-            {"attention_weights": Value("b,h,q,k")},
+            WEIGHTS,
             "A = A1 - λ A2",
             lambda m, weights, factor: weights[0] - factor * weights[1],
             all_keys=True,
             signed=True,
         )
         weight = " with one weight for all heads" if config.norm_weights else ""
-        formula, heads = f"O = (1 - lambda_init) RMSNorm(O){weight}", {"head_outputs": Value("b,h,q,value_head_dim")}
-        norm = Step("norm_heads", ("head_outputs",), heads, formula, partial(_norm, config=config), all_keys=True)
+        formula = f"O = (1 - lambda_init) RMSNorm(O){weight}"
+        norm = Step("norm_heads", ("head_outputs",), HEAD_OUTPUTS, formula, partial(_norm, config=config), all_keys=True)
         return {"constants": (factor,), "scores": (scores,), "combine": (difference,), "value_norm": (norm,)}
 
 
@@ -118,7 +117,7 @@ def _dot(m: Arithmetic, x: Any, y: Any) -> float:
 
 def _two_scores(m: Arithmetic, query: Any, key: Any, scale: float) -> Any:
     half = query.shape[-1] // 2
-    return m.xp.stack([m.scores(query[..., part], key[..., part], scale) for part in (slice(half), slice(half, None))])
+    return m.xp.stack([m.scores(query[..., numbers], key[..., numbers], scale) for numbers in (slice(half), slice(half, None))])
 
 
 def _norm(m: Arithmetic, heads: Any, *, config: Differential) -> Any:

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
+from attend.attention.operators.latent import EXACT_QUERY_LATENT
 from attend.attention.operators.operator import Operator
 from attend.attention.operators.qk_norm import QKNorm, normalise
 from attend.attention.operators.rope import Rope, frequencies, rotate
-from attend.attention.operators.step import Step, Steps, Value
+from attend.attention.operators.step import VISIBLE, Step, Steps, Value
 from attend.spec_parts import Eps, Flag, Part, Width, field_error
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from attend.attention.operators.operator import Draw, Fields
     from attend.attention.operators.step import Arithmetic
     from attend.spec_parts import Dimensions
+
+QUERY_AXES, KEY_AXES = "b,index_heads,q,index_head_dim", "b,k,index_head_dim"
 
 
 class Indexer(Part):
@@ -97,72 +100,99 @@ class IndexerOperator(Operator):
         return {**indexer, "interleaved": draw.flag(), "eps": draw.one_of(1e-6, 0.1)}
 
     @classmethod
+    def implied_features(cls, spec: Dimensions, num_keys: int) -> frozenset[str]:
+        """Of no more than `top_k` keys, all are selected."""
+        return frozenset({"all_selected"} if num_keys <= getattr(spec, cls.field).top_k else ())
+
+    @classmethod
     def steps(cls, spec: Dimensions, features: Collection[str] = ()) -> Steps:
         """Queries, factors and keys of the indexer, which a cache keeps, and the selection. All of it is in float64."""
         indexer: Indexer = getattr(spec, cls.field)
-        rope, latent = getattr(spec, "rope", None), getattr(spec, "latent", None)
-        rope = rope and rope.model_copy(update={"interleaved": indexer.interleaved})
-        turns, turned = tuple[Step, ...](), tuple[str, ...]()
+        rope, constants = getattr(spec, "rope", None), tuple[Step, ...]()
         if rope:
+            rope = rope.model_copy(update={"interleaved": indexer.interleaved})
             numbers = frequencies(rope, rope.dims or indexer.head_dim)
-            turns = (Step("index_frequencies", (), {"index_frequencies": Value("dims / 2", "float64")}, "", lambda m: m.constant(numbers)),)
-            turned = ("index_frequencies",)
-        compressed, index_query, index_key = latent and latent.query_rank, "b,index_heads,q,index_head_dim", "b,k,index_head_dim"
-        down = "x W_DQ + b_DQ" if latent and latent.bias else "x W_DQ"
-        query = Step(
-            "index_query",
-            ("query", *(("query_coordinates", *turned) if rope else ())),
-            {"index_query": Value(index_query, "float64")},
-            f"q = {'R(i) ' if rope else ''}split({f'RMSNorm({down})' if compressed else 'x'} W_IQ)",
-            partial(_queries, indexer=indexer, rope=rope, latent=latent),
-            products=("b,q,query_rank,query_dim", f"{index_query},query_rank") if compressed else (f"{index_query},query_dim",),
-            scratch=("b,q,query_dim", index_query, index_query),
-        )
-        key = Step(
-            "index_key",
-            ("key", *(("key_coordinates", *turned) if rope else ())),
-            {"index_key": Value(index_key, "float64")},
-            f"k = {'R(j) ' if rope else ''}LayerNorm(z W_IK)",
-            partial(_keys, indexer=indexer, rope=rope),
-            products=(f"{index_key},key_dim",),
-            scratch=("b,k,key_dim", index_key, index_key),
-        )
-        factors = Step(
-            "index_factors",
-            ("query",),
-            {"index_factors": Value("b,q,index_heads", "float64")},
-            "w = x W_w",
-            lambda m, query: m.project_exactly(m.exact(query), "index_head_weights"),
-            products=("b,q,index_heads,query_dim",),
-        )
-        select = Step(
-            "select",
-            ("index_query", "index_key", "index_factors", "visible"),
-            {"visible": Value("b,h,q,k", "bool")},
-            f"j is visible to i if it is among the {indexer.top_k} visible keys with the largest I_ij = Σ_h w_ih relu(q_ih · k_j)",
-            partial(_select, top_k=indexer.top_k),
-            all_keys=True,
-            products=("b,index_heads,q,k,index_head_dim", "b,q,k,index_heads"),
-            scratch=("b,index_heads,q,k", "b,index_heads,q,k", "b,q,k"),
-        )
+            constants = (
+                Step("index_frequencies", (), {"index_frequencies": Value("dims / 2", "float64")}, "", lambda m: m.constant(numbers)),
+            )
         mask = Step("indexer_mask", ("visible", "keys"), {"indexer_mask": Value("b,q,k", "bool")}, "", _mask)
-        return {"constants": turns, "norm": (query, factors, key), "select": (select, mask)}
+        select = () if "all_selected" in features else (_selection(indexer),)
+        return {
+            "constants": constants,
+            "norm": (_query_step(spec, indexer, rope), FACTORS, _key_step(indexer, rope)),
+            "select": (*select, mask),
+        }
 
 
-def _queries(m: Arithmetic, query: Any, *turning: Any, indexer: Indexer, rope: Rope | None, latent: Latent | None) -> Any:
-    """[b, heads, q, head_dim]."""
-    query = m.exact(query)
-    if latent and latent.query_rank:
-        query = normalise(m, m.project_exactly(query, "query_down"), norm=QKNorm(eps=latent.eps), name="query_down_norm")
-    query = m.split_heads(m.project_exactly(query, "index_query"), indexer.num_heads)
-    return rotate(m, query, *turning, rope=rope) if rope else query
+def _query_step(spec: Dimensions, indexer: Indexer, rope: Rope | None) -> Step:
+    """The queries of its heads, of the latent vector of queries if there is one."""
+    latent: Latent | None = getattr(spec, "latent", None)
+    compressed = latent is not None and latent.query_rank is not None
+    source, x, width = (EXACT_QUERY_LATENT, "c^Q", "query_rank") if compressed else ("query", "x", "query_dim")
+    return Step(
+        "index_query",
+        (source, *_positions("query", rope)),
+        {"index_query": Value(QUERY_AXES, "float64")},
+        f"q = {'R(i) ' if rope else ''}split({x} W_IQ)",
+        partial(_queries, indexer=indexer, rope=rope),
+        products=(f"{QUERY_AXES},{width}",),
+        scratch=(f"b,q,{width}", QUERY_AXES, QUERY_AXES),
+    )
 
 
-def _keys(m: Arithmetic, key: Any, *turning: Any, indexer: Indexer, rope: Rope | None) -> Any:
-    """[b, k, head_dim]."""
+def _key_step(indexer: Indexer, rope: Rope | None) -> Step:
+    """The keys, which its heads share."""
+    return Step(
+        "index_key",
+        ("key", *_positions("key", rope)),
+        {"index_key": Value(KEY_AXES, "float64")},
+        f"k = {'R(j) ' if rope else ''}LayerNorm(z W_IK)",
+        partial(_keys, indexer=indexer, rope=rope),
+        products=(f"{KEY_AXES},key_dim",),
+        scratch=("b,k,key_dim", KEY_AXES, KEY_AXES),
+    )
+
+
+def _positions(role: str, rope: Rope | None) -> tuple[str, ...]:
+    """The values by which RoPE rotates queries or keys."""
+    return (f"{role}_coordinates", "index_frequencies") if rope else ()
+
+
+FACTORS = Step(
+    "index_factors",
+    ("query",),
+    {"index_factors": Value("b,q,index_heads", "float64")},
+    "w = x W_w",
+    lambda m, query: m.project_exactly(m.exact(query), "index_head_weights"),
+    products=("b,q,index_heads,query_dim",),
+)
+
+
+def _selection(indexer: Indexer) -> Step:
+    """Equations 1 and 2."""
+    return Step(
+        "select",
+        ("index_query", "index_key", "index_factors", "visible"),
+        VISIBLE,
+        f"j is visible to i if it is among the {indexer.top_k} visible keys with the largest I_ij = Σ_h w_ih relu(q_ih · k_j)",
+        partial(_select, top_k=indexer.top_k),
+        all_keys=True,
+        products=("b,index_heads,q,k,index_head_dim", "b,q,k,index_heads"),
+        scratch=("b,index_heads,q,k", "b,index_heads,q,k", "b,q,k"),
+    )
+
+
+def _queries(m: Arithmetic, x: Any, *angles: Any, indexer: Indexer, rope: Rope | None) -> Any:
+    """[b, q, in] -> [b, heads, q, head_dim]; `angles`: the coordinates and the frequencies of RoPE."""
+    query = m.split_heads(m.project_exactly(m.exact(x), "index_query"), indexer.num_heads)
+    return rotate(m, query, *angles, rope=rope) if rope else query
+
+
+def _keys(m: Arithmetic, key: Any, *angles: Any, indexer: Indexer, rope: Rope | None) -> Any:
+    """[b, k, key_dim] -> [b, k, head_dim]."""
     norm = QKNorm(kind="layer", eps=indexer.eps)
     key = normalise(m, m.project_exactly(m.exact(key), "index_key"), norm=norm, name="index_key_norm")
-    return rotate(m, key[:, None], *turning, rope=rope)[:, 0] if rope else key
+    return rotate(m, key[:, None], *angles, rope=rope)[:, 0] if rope else key
 
 
 def _select(m: Arithmetic, query: Any, key: Any, factors: Any, visible: Any, *, top_k: int) -> Any:
@@ -171,4 +201,5 @@ def _select(m: Arithmetic, query: Any, key: Any, factors: Any, visible: Any, *, 
 
 
 def _mask(m: Arithmetic, visible: Any, keys: Any) -> Any:
+    """The same for all heads: [b, h|1, q|1, k|1] -> [b, q|1, k]."""
     return m.xp.broadcast_to(visible[:, 0], (*visible.shape[:1], *visible.shape[2:3], len(keys)))

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from attend.tensors import Array
 
 
+EXACT_QUERY_LATENT = "exact_query_latent"  # the value from which an indexer's queries are projected
+
+
 class Latent(Part):
     """Multi-head latent attention (DeepSeek-AI 2024, arXiv 2405.04434): projections in two steps, and a part of the keys that heads share.
 
@@ -99,8 +102,8 @@ class LatentOperator(Operator):
         return {cls.field: {**ranks, "bias": "key_value_down.bias" in weights}, **inputs}
 
     @classmethod
-    def shared_key_dim(cls, part: Mapping[str, Any]) -> int:
-        return int(part["rope_key_dim"])
+    def shared_key_dim(cls, value: Mapping[str, Any]) -> int:
+        return int(value["rope_key_dim"])
 
     @classmethod
     def widest(cls, spec: Dimensions) -> int:
@@ -128,75 +131,104 @@ class LatentOperator(Operator):
         smaller.
         """
         latent: Latent = getattr(spec, cls.field)
-        down = {name: f"W_{name} + b_{name}" if latent.bias else f"W_{name}" for name in ("DQ", "DKV", "KR")}
-        norm = QKNorm(eps=latent.eps)
-        first: list[Step] = []
-        if latent.query_rank:
-            compress = partial(_compress, name="query_down", norm=norm)
-            vector = {"query_latent": Value("b,q,query_rank")}
-            first.append(
-                Step(
-                    "compress_query", ("query",), vector, f"c^Q = RMSNorm(x {down['DQ']})", compress, products=("b,q,query_rank,query_dim",)
-                )
-            )
-        x, read = ("c^Q", "query_latent") if latent.query_rank else ("x", "query")
-        formula = f"Q = split({product_formula(spec, 'query', x, 'UQ' if latent.query_rank else 'Q')}, {spec.num_heads} heads)"
-        compute = partial(split, name="query", heads=spec.num_heads)
-        products = ("b,h,q,head_dim,query_rank" if latent.query_rank else "b,h,q,head_dim,query_dim",)
-        first.append(Step("project_query", (read,), written_heads("query"), formula, compute, products=products))
-        compress, products = partial(_compress, name="key_value_down", norm=norm), ("b,k,key_value_rank,key_dim",)
-        first += [
-            Step(
-                "compress_key",
-                ("key",),
-                {"latent": Value("b,k,key_value_rank")},
-                f"c = RMSNorm(z {down['DKV']})",
-                compress,
-                products=products,
-            ),
-            Step(
-                "project_rope_key",
-                ("key",),
-                {"rope_key": Value("b,k,rope_key_dim")},
-                f"K^R = z {down['KR']}",
-                lambda m, key: m.project(key, "rope_key"),
-                products=("b,k,rope_key_dim,key_dim",),
-            ),
-        ]
-        expands, values = shares_rotary_key(spec) and "joined_keys" not in features, "latent"
+        down = (*_query_steps(spec, latent, features), _compress(latent, "key", "latent", "c"), _rope_key(latent))
+        source = "latent"
         if "values" in features:
-            values = "value_latent"
-            formula, vector = f"c^V = RMSNorm(z {down['DKV']})", {values: Value("b,k,key_value_rank")}
-            first.append(Step("compress_value", ("value",), vector, formula, compress, products=products))
-        up = (
-            Step(
-                "project_key",
-                ("latent", "rope_key"),
-                written_heads("key"),
-                f"K = [K^R, {product_formula(spec, 'key', 'c', 'UK')}], K^R the same in every head",
-                partial(_key, heads=spec.num_kv_heads),
-                products=("b,kv heads,k,head_dim - rope_key_dim,key_value_rank",),
-                expands=expands,
-            ),
-            Step(
-                "project_value",
-                (values,),
-                written_heads("value"),
-                f"V = split({product_formula(spec, 'value', 'c', 'UV')}, {spec.num_kv_heads} heads)",
-                partial(split, name="value", heads=spec.num_kv_heads),
-                products=("b,kv heads,k,value_head_dim,key_value_rank",),
-                expands=expands,
-            ),
-        )
-        return {"project": tuple(first), "expand": up} if expands else {"project": (*first, *up)}
+            source = "value_latent"
+            down = (*down, _compress(latent, "value", source, "c^V"))
+        expands = shares_rotary_key(spec) and "joined_keys" not in features
+        up = (_key_step(spec, expands=expands), _value_step(spec, source, expands=expands))
+        return {"project": down, "expand": up} if expands else {"project": (*down, *up)}
 
 
-def _compress(m: Arithmetic, x: Any, *, name: str, norm: QKNorm) -> Any:
-    """The latent vectors [b, n, rank] of x [b, n, in]."""
-    return normalise(m, m.project(x, name), norm=norm, name=f"{name}_norm")
+def _query_steps(spec: Dimensions, latent: Latent, features: Collection[str]) -> tuple[Step, ...]:
+    """q = W_UQ c^Q with c^Q = norm(W_DQ h) (equations 12 and 13), or W_Q h.
+
+    If an indexer selects keys, it needs c^Q in float64, of which that of the queries is rounded.
+    """
+    steps: tuple[Step, ...] = ()
+    rank, x, source, name = "query_dim", "x", "query", "Q"
+    if latent.query_rank:
+        rank, x, source, name = "query_rank", "c^Q", "query_latent", "UQ"
+        steps = (_compress(latent, "query", source, x),)
+        if getattr(spec, "indexer", None):
+            exact = _compress(latent, "query", EXACT_QUERY_LATENT, x, exact=True)
+            formula = "c^Q = c^Q in the layer's datatype"
+            rounded = Step("compress_query", (EXACT_QUERY_LATENT,), steps[0].writes, formula, lambda m, exact: m.narrow(exact))
+            steps = (exact, *(steps if "all_selected" in features else (rounded,)))
+    formula = f"Q = split({product_formula(spec, 'query', x, name)}, {spec.num_heads} heads)"
+    compute = partial(split, name="query", heads=spec.num_heads)
+    products = (f"b,h,q,head_dim,{rank}",)
+    return (*steps, Step("project_query", (source,), written_heads("query"), formula, compute, products=products))
 
 
-def _key(m: Arithmetic, latent: Any, rope_key: Any, *, heads: int) -> Any:
+def _compress(latent: Latent, source: str, written: str, symbol: str, *, exact: bool = False) -> Step:
+    """The latent vectors norm(W_D h) of queries (equation 12), or of keys or values (equation 9); `exact`: in float64."""
+    if source == "query":
+        weight, axes, width, x, name = "query_down", "b,q,query_rank", "query_dim", "x", "DQ"
+    else:
+        weight, axes, width, x, name = "key_value_down", "b,k,key_value_rank", "key_dim", "z", "DKV"
+    return Step(
+        f"compress_{source}{'_exactly' if exact else ''}",
+        (source,),
+        {written: Value(axes, "float64" if exact else "")},
+        f"{symbol} = RMSNorm({x} {_matrix(latent, name)})",
+        partial(_latent_vectors, weight=weight, norm=QKNorm(eps=latent.eps), exact=exact),
+        products=(f"{axes},{width}",),
+        scratch=(f"{axes.rpartition(',')[0]},{width}", axes) if exact else (),
+    )
+
+
+def _rope_key(latent: Latent) -> Step:
+    """The part of keys that all heads share, W_KR h (equation 15, before RoPE)."""
+    return Step(
+        "project_rope_key",
+        ("key",),
+        {"rope_key": Value("b,k,rope_key_dim")},
+        f"K^R = z {_matrix(latent, 'KR')}",
+        lambda m, key: m.project(key, "rope_key"),
+        products=("b,k,rope_key_dim,key_dim",),
+    )
+
+
+def _matrix(latent: Latent, name: str) -> str:
+    """`W_DQ`, or `W_DQ + b_DQ` with biases."""
+    return f"W_{name} + b_{name}" if latent.bias else f"W_{name}"
+
+
+def _key_step(spec: Dimensions, *, expands: bool) -> Step:
+    """k = [k^R; W_UK c] (equations 10 and 17, where what heads share comes last)."""
+    return Step(
+        "project_key",
+        ("latent", "rope_key"),
+        written_heads("key"),
+        f"K = [K^R, {product_formula(spec, 'key', 'c', 'UK')}], K^R the same in every head",
+        partial(_keys, heads=spec.num_kv_heads),
+        products=("b,kv heads,k,head_dim - rope_key_dim,key_value_rank",),
+        expands=expands,
+    )
+
+
+def _value_step(spec: Dimensions, source: str, *, expands: bool) -> Step:
+    """v = W_UV c (equation 11)."""
+    return Step(
+        "project_value",
+        (source,),
+        written_heads("value"),
+        f"V = split({product_formula(spec, 'value', 'c', 'UV')}, {spec.num_kv_heads} heads)",
+        partial(split, name="value", heads=spec.num_kv_heads),
+        products=("b,kv heads,k,value_head_dim,key_value_rank",),
+        expands=expands,
+    )
+
+
+def _latent_vectors(m: Arithmetic, x: Any, *, weight: str, norm: QKNorm, exact: bool) -> Any:
+    """[b, n, in] -> [b, n, rank]."""
+    down = m.project_exactly(m.exact(x), weight) if exact else m.project(x, weight)
+    return normalise(m, down, norm=norm, name=f"{weight}_norm")
+
+
+def _keys(m: Arithmetic, latent: Any, rope_key: Any, *, heads: int) -> Any:
     """Every head's key after the part [b, k, r] that all heads share: [b, kv heads, k, head_dim]."""
     key = m.split_heads(m.project(latent, "key"), heads)
     return m.xp.concatenate((m.share(rope_key, heads), key), axis=-1)

@@ -88,7 +88,7 @@ class Operator:
         return {}
 
     @classmethod
-    def shared_key_dim(cls, part: Mapping[str, Any]) -> int:
+    def shared_key_dim(cls, value: Mapping[str, Any]) -> int:
         """How many numbers of each key all heads share by this value of its field, so that `key.weight` does not make them."""
         return 0
 
@@ -96,6 +96,11 @@ class Operator:
     def steps(cls, spec: Dimensions, features: Collection[str] = ()) -> Steps:
         """Its steps in the program of calls with these features, by their place in `program_of`."""
         return {}
+
+    @classmethod
+    def implied_features(cls, spec: Dimensions, num_keys: int) -> frozenset[str]:
+        """Features of calls with so many keys that follow from its field, which spare them some of its steps."""
+        return frozenset()
 
     @classmethod
     def summary(cls, spec: Dimensions) -> str:

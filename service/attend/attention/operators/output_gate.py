@@ -10,7 +10,7 @@ from pydantic import Field
 
 from attend.attention.operators.declarations import LeftOut
 from attend.attention.operators.operator import Operator
-from attend.attention.operators.step import Step, Steps, Value
+from attend.attention.operators.step import HEAD_OUTPUTS, Step, Steps, Value
 from attend.spec_parts import Flag, Part
 
 if TYPE_CHECKING:
@@ -61,8 +61,8 @@ class OutputGateOperator(Operator):
     def infer_fields(cls, weights: Mapping[str, Array], num_heads: int, misfit: Misfit) -> Fields:
         """Bias and granularity, which is open if values have one number."""
         rows, width = len(weights["gate.weight"]), weights["output.weight"].shape[1]
-        kinds = {num_heads: "headwise", width: "elementwise"}
-        granularity = {"granularity": kinds[rows]} if rows in kinds and width > num_heads else {}
+        by_rows = {num_heads: "headwise", width: "elementwise"}
+        granularity = {"granularity": by_rows[rows]} if rows in by_rows and width > num_heads else {}
         return {cls.field: {"bias": "gate.bias" in weights, **granularity}}
 
     @classmethod
@@ -78,11 +78,10 @@ class OutputGateOperator(Operator):
         width = "value_head_dim" if gate.granularity == "elementwise" else "1"
         formula = f"G = {gate.activation}(x W_G{' + b_G' if gate.bias else ''})" + (", one number for each head" if width == "1" else "")
         compute = partial(_gate, heads=spec.num_heads, activation=gate.activation)
-        heads = {"head_outputs": Value("b,h,q,value_head_dim")}
         return {
             "gate": (
                 Step("gate", ("query",), {"gate": Value(f"b,h,q,{width}")}, formula, compute, products=(f"b,h,q,{width},query_dim",)),
-                Step("apply_gate", ("head_outputs", "gate"), heads, "O = O ⊙ G", lambda m, outputs, gate: outputs * gate),
+                Step("apply_gate", ("head_outputs", "gate"), HEAD_OUTPUTS, "O = O ⊙ G", lambda m, outputs, gate: outputs * gate),
             )
         }
 

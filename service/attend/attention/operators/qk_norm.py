@@ -57,7 +57,7 @@ class QKNormOperator(Operator):
         shapes: Shapes = {}
         for name, heads in (("query_norm", spec.num_heads), ("key_norm", spec.num_kv_heads)) if norm.weights != "none" else ():
             shape = (spec.head_dim,) if norm.weights == "shared" else (heads, spec.head_dim)
-            shapes |= {f"{name}.{part}": shape for part in ("weight", "bias")[: 1 + norm.bias]}
+            shapes |= {f"{name}.weight": shape} | ({f"{name}.bias": shape} if norm.bias else {})
         return shapes
 
     @classmethod
@@ -93,15 +93,15 @@ class QKNormOperator(Operator):
         """Norms of queries and keys, before or after RoPE, and of values."""
         norm: QKNorm = getattr(spec, cls.field)
         heads = tuple(cls._step(norm, role, weighted=norm.weights != "none") for role in ("query", "key"))
-        values = (cls._step(norm, "value", weighted=False),) if norm.values else ()
-        return {"norm": values, "rescale": heads} if norm.after_rope else {"norm": heads + values}
+        of_values = (cls._step(norm, "value", weighted=False),) if norm.values else ()
+        return {"norm": of_values, "rescale": heads} if norm.after_rope else {"norm": heads + of_values}
 
     @classmethod
     def _step(cls, norm: QKNorm, role: str, *, weighted: bool) -> Step:
         letter, function = role[0].upper(), "LayerNorm" if norm.kind == "layer" else "RMSNorm"
         over = "each head" if norm.over == "head" else "all heads as one vector"
-        own = "weights" if norm.over == "all" else "a weight for each head"
-        weights = {"shared": "one weight for all heads", "own": own, "none": "no weights"}[norm.weights if weighted else "none"]
+        each = "weights" if norm.over == "all" else "a weight for each head"
+        weights = {"shared": "one weight for all heads", "own": each, "none": "no weights"}[norm.weights if weighted else "none"]
         formula = f"{letter} = {function}({letter}), over {over}, with {weights}{' and biases' if norm.bias and weighted else ''}"
         compute = partial(normalise, norm=norm, name=f"{role}_norm" if weighted else "")
         heads, width = ("h,q" if role == "query" else "kv heads,k"), "value_head_dim" if role == "value" else "head_dim"

@@ -19,7 +19,7 @@ from pydantic import Field, model_validator
 
 from attend.attention.operators.declarations import Variances, variance
 from attend.attention.operators.operator import Operator
-from attend.attention.operators.step import Step, Steps, Value
+from attend.attention.operators.step import SCORES, Step, Steps, Value
 from attend.spec_parts import WHOLE, Flag, Part, Width, field_error
 
 if TYPE_CHECKING:
@@ -129,8 +129,8 @@ class RelativeScoresOperator(Operator):
         """What is computed of all distances and of the keys, and the terms of each pair."""
         relative: RelativeScores = getattr(spec, cls.field)
         names = [f"position_{role}.weight" for role in ("key", "query")[: 1 + relative.position_to_content]]
-        terms = ("b,h,?2 * columns,k,head_dim",) * relative.position_to_content
-        terms = ("b,h,head_dim,q + k,query_dim", "b,h,k,head_dim") if relative.kind == "transformer_xl" else terms
+        products = ("b,h,?2 * columns,k,head_dim",) * relative.position_to_content
+        products = ("b,h,head_dim,q + k,query_dim", "b,h,k,head_dim") if relative.kind == "transformer_xl" else products
         vectors = Step(
             "distance_vectors",
             ("positions", "keys", "key_projection", *names, *(("content_bias",) if relative.kind == "transformer_xl" else ())),
@@ -142,7 +142,7 @@ class RelativeScoresOperator(Operator):
             },
             "",
             partial(_vectors, spec=spec, relative=relative),
-            products=terms,
+            products=products,
             scratch=("b,q + k,query_dim",) * (1 if relative.columns else 2),
         )
         reads: tuple[str, ...] = ("scores", "query_projection", "first_column", "distance_vectors", "key_terms", "column_buckets", "scale")
@@ -156,7 +156,7 @@ class RelativeScoresOperator(Operator):
         add = Step(
             "add_terms",
             reads,
-            {"scores": Value("b,h,q,k")},
+            SCORES,
             formula,
             _add_terms,
             products=("b,h,q,q + k,head_dim",),
@@ -204,8 +204,8 @@ def _add_terms(
     begin, end = int(first.min()), int(first.max()) + num_keys
     if rows > 1 and scores.shape[0] * scores.shape[1] * rows * (end - begin) > MAX_PRODUCTS:
         halves = (slice(None, rows // 2), slice(rows // 2, None))
-        parts = [_add_terms(m, scores[:, :, i], query[:, :, i], first[:, i], vectors, terms, buckets, scale, bias) for i in halves]
-        return m.xp.concatenate(parts, axis=2)
+        with_terms = [_add_terms(m, scores[:, :, i], query[:, :, i], first[:, i], vectors, terms, buckets, scale, bias) for i in halves]
+        return m.xp.concatenate(with_terms, axis=2)
     columns = (first - begin)[..., None] + m.counting(num_keys, first)  # [b, q, k]
     query = m.wide(query) if bias is None else m.wide(query) + m.wide(bias)[:, None]
     added = m.gather(query @ vectors[..., begin:end], columns[:, None])

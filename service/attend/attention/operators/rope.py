@@ -104,8 +104,8 @@ class RopeOperator(Operator):
         """`rope theta 10000 on pairs`, `rope of 16 dims with frequencies on halves`"""
         rope: Rope = getattr(spec, cls.field)
         dims = f" of {rope.dims} dims" if rope.dims != spec.head_dim // spec.num_softmaxes else ""
-        kind = " with frequencies" if rope.frequencies else f" theta {rope.theta:g}" + (f" {rope.scaling.type}" if rope.scaling else "")
-        return f"{cls.field}{dims}{kind} on {'pairs' if rope.interleaved else 'halves'}"
+        speed = " with frequencies" if rope.frequencies else f" theta {rope.theta:g}" + (f" {rope.scaling.type}" if rope.scaling else "")
+        return f"{cls.field}{dims}{speed} on {'pairs' if rope.interleaved else 'halves'}"
 
     @classmethod
     def extent(cls, spec: Dimensions) -> Extent | None:
@@ -128,12 +128,12 @@ class RopeOperator(Operator):
         if "axes" in fields["drawn"]:
             axes = [draw.integer(0, 3) for _ in range(dims // 2)]
             rope["axes"] = [sorted(set(axes)).index(axis) for axis in axes]  # numbered without gaps
-        kind = draw.one_of("none", "linear", "llama3", "own")
-        if kind == "own":
+        scaling = draw.one_of("none", "linear", "llama3", "own")
+        if scaling == "own":
             rope |= {"frequencies": [0.0, *(draw.number(0, 2) for _ in range(dims // 2 - 1))], "attention_factor": 1.25}
-        if kind == "linear":
+        if scaling == "linear":
             rope["scaling"] = {"type": "linear", "factor": 2.5}
-        if kind == "llama3":
+        if scaling == "llama3":
             rope["scaling"] = {"type": "llama3", "factor": 8.0, "original_max_position": draw.one_of(16, 64, 8192)}
         return rope
 
@@ -143,34 +143,34 @@ class RopeOperator(Operator):
 
         If all that is rotated of a key is the part that heads share (`latent`), that part is rotated, before it is shared.
         """
-        rope, parts = getattr(spec, cls.field), spec.num_softmaxes
+        rope, softmaxes = getattr(spec, cls.field), spec.num_softmaxes
         shared = shares_rotary_key(spec) and "joined_keys" not in features
-        where = " of the first dims" if rope.dims and rope.dims < spec.head_dim // parts and not shared else ""
-        where += f" of each of {parts} parts of a head" if parts > 1 else " of each head" if where else ""
-        own = f", {rope.scaling.type} scaling" if rope.scaling else ", frequencies of its own" if rope.frequencies else ""
-        own += ", times attention_factor" if rope.attention_factor != 1 else ""
-        own += f", by positions on {rope.num_axes} axes" if rope.num_axes > 1 else ""
-        kind = f"{'pairs' if rope.interleaved else 'halves'}{where}{own}"
-        width = spec.head_dim // parts
-        turns = Step(
+        width = spec.head_dim // softmaxes
+        where = " of the first dims" if rope.dims and rope.dims < width and not shared else ""
+        where += f" of each of {softmaxes} parts of a head" if softmaxes > 1 else " of each head" if where else ""
+        how = f", {rope.scaling.type} scaling" if rope.scaling else ", frequencies of its own" if rope.frequencies else ""
+        how += ", times attention_factor" if rope.attention_factor != 1 else ""
+        how += f", by positions on {rope.num_axes} axes" if rope.num_axes > 1 else ""
+        pairs = f"{'pairs' if rope.interleaved else 'halves'}{where}{how}"
+        constant = Step(
             "frequencies",
             (),
             {"frequencies": Value("dims / 2", "float64")},
             "",
             lambda m: m.constant(frequencies(rope, rope.dims or width)),
         )
-        compute = partial(_rotate_heads, rope=rope, parts=parts)
+        compute = partial(_rotate_heads, rope=rope, count=softmaxes)
         query = Step(
             "rotate_query",
             ("query_projection", "query_coordinates", "frequencies"),
             {"query_projection": Value("b,h,q,head_dim")},
-            f"Q_i = R(i) Q_i, on {kind}",
+            f"Q_i = R(i) Q_i, on {pairs}",
             compute,
         )
         key, axes = ("rope_key", "b,k,rope_key_dim") if shared else ("key_projection", "b,kv heads,k,head_dim")
-        formula = f"{'K^R' if shared else 'K'}_j = R(j) {'K^R' if shared else 'K'}_j, on {kind}"
+        formula = f"{'K^R' if shared else 'K'}_j = R(j) {'K^R' if shared else 'K'}_j, on {pairs}"
         reads = (key, "key_coordinates", "frequencies")
-        return {"constants": (turns,), "rotate": (query, Step("rotate_key", reads, {key: Value(axes)}, formula, compute))}
+        return {"constants": (constant,), "rotate": (query, Step("rotate_key", reads, {key: Value(axes)}, formula, compute))}
 
 
 def shares_rotary_key(spec: Dimensions) -> bool:
@@ -179,12 +179,13 @@ def shares_rotary_key(spec: Dimensions) -> bool:
     return latent is not None and not getattr(spec, "qk_norm", None) and not (rope and (rope.dims or 0) > latent.rope_key_dim)
 
 
-def _rotate_heads(m: Arithmetic, x: Any, positions: Any, frequencies: Any, *, rope: Rope, parts: int) -> Any:
+def _rotate_heads(m: Arithmetic, x: Any, positions: Any, frequencies: Any, *, rope: Rope, count: int) -> Any:
+    """Heads [b, heads, n, d], each of `count` equal ranges of their numbers by itself, or what all heads share, [b, n, d]."""
     if x.ndim == 3:
         return rotate(m, x[:, None], positions, frequencies, rope=rope)[:, 0]
-    width = x.shape[-1] // parts
-    rotated = [rotate(m, x[..., i * width : (i + 1) * width], positions, frequencies, rope=rope) for i in range(parts)]
-    return rotated[0] if parts == 1 else m.xp.concatenate(rotated, axis=-1)
+    width = x.shape[-1] // count
+    rotated = [rotate(m, x[..., i * width : (i + 1) * width], positions, frequencies, rope=rope) for i in range(count)]
+    return rotated[0] if count == 1 else m.xp.concatenate(rotated, axis=-1)
 
 
 def rotate(m: Arithmetic, x: Any, positions: Any, frequencies: Any, *, rope: Rope) -> Any:

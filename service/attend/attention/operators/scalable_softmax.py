@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from attend.attention.operators.operator import Operator
-from attend.attention.operators.step import Step, Steps, Value
+from attend.attention.operators.step import SCORES, Step, Steps
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -34,9 +34,9 @@ class ScalableSoftmaxOperator(Operator):
 
     @classmethod
     def steps(cls, spec: Dimensions, features: Collection[str] = ()) -> Steps:
-        reads, writes = ("scores", "visible", "keys"), {"scores": Value("b,h,q,k")}
+        reads = ("scores", "visible", "keys")
         formula = "S_ij = S_ij · ln n_i, for the n_i keys that are visible to i"
-        return {"scale_scores": (Step("scale_by_count", reads, writes, formula, _scale, all_keys=True),)}
+        return {"scale_scores": (Step("scale_by_count", reads, SCORES, formula, _scale, all_keys=True),)}
 
 
 def _scale(m: Arithmetic, scores: Any, visible: Any, keys: Any) -> Any:

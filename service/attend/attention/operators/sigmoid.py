@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from attend.attention.operators.operator import Operator
-from attend.attention.operators.step import Step, Steps, Value
+from attend.attention.operators.step import SCORES, WEIGHTS, Step, Steps
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -30,10 +30,9 @@ class SigmoidOperator(Operator):
     @classmethod
     def steps(cls, spec: Dimensions, features: Collection[str] = ()) -> Steps:
         """The scores less ln n, and the sigmoid in place of the softmax."""
-        pairs = Value("b,h,q,k")
         formula = "S = S - ln n, for the n keys of the query's sequence that are no padding"
-        subtract = Step("subtract_log_count", ("scores", "masks"), {"scores": pairs}, formula, _subtract, all_keys=True)
-        sigmoid = Step("sigmoid", ("scores",), {"attention_weights": pairs}, "A = sigmoid(S)", lambda m, scores: m.sigmoid(scores))
+        subtract = Step("subtract_log_count", ("scores", "masks"), SCORES, formula, _subtract, all_keys=True)
+        sigmoid = Step("sigmoid", ("scores",), WEIGHTS, "A = sigmoid(S)", lambda m, scores: m.sigmoid(scores))
         return {"scale_scores": (subtract,), "normalise": (sigmoid,)}
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from attend.attention.operators.declarations import LeftOut
 from attend.attention.operators.operator import Operator
-from attend.attention.operators.step import Step, Steps, Value
+from attend.attention.operators.step import WEIGHTS, Step, Steps, Value
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -34,7 +34,7 @@ class SinksOperator(Operator):
         share = Step(
             "sinks",
             ("attention_weights", "log_sum_exp", "sinks"),
-            {"attention_weights": Value("b,h,q,k")},
+            WEIGHTS,
             "A_ij = A_ij · exp(L_i) / (exp(sink_h) + exp(L_i))",
             lambda m, weights, total, sinks: weights * m.sigmoid(total - m.wide(sinks)[:, None])[..., None],
         )

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from attend.attention.operators.declarations import LeftOut
 from attend.attention.operators.operator import Operator
-from attend.attention.operators.step import Step, Steps, Value
+from attend.attention.operators.step import SCORES, Step, Steps
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -24,7 +24,7 @@ class SoftcapOperator(Operator):
     def steps(cls, spec: Dimensions, features: Collection[str] = ()) -> Steps:
         """`softcap` is the call's, or else the layer's."""
         formula = "S = softcap · tanh(S / softcap)"
-        return {"cap": (Step("softcap", ("scores", "softcap"), {"scores": Value("b,h,q,k")}, formula, _cap),)}
+        return {"cap": (Step("softcap", ("scores", "softcap"), SCORES, formula, _cap),)}
 
     @classmethod
     def fill_in(cls, fields: Fields, width: int) -> None:

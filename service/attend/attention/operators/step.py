@@ -36,6 +36,11 @@ class Value(NamedTuple):
         return ("b", f"{axes[0]} * h", *axes[2:]) if axes[0].isdigit() and "h" in axes else ("b", *axes)
 
     @property
+    def of_pairs(self) -> bool:
+        """Whether it has a number for each query and key, so that it is computed for a block of rows at a time."""
+        return {"q", "k"} <= {*self.axes.split(",")}
+
+    @property
     def by_sequence(self) -> bool:
         """Whether each of several sequences in one query has its own: the output has no rows of queries or keys that follow each other."""
         return ("q" in self.output_axes) == ("k" in self.output_axes)
@@ -45,6 +50,12 @@ class Value(NamedTuple):
         """The axis of queries, or else of keys, of an output, counted from the end."""
         axes = self.output_axes
         return axes.index("q" if "q" in axes else "k") - len(axes)
+
+
+# What several steps write.
+PAIRS = "b,h,q,k"
+SCORES, WEIGHTS, VISIBLE = {"scores": Value(PAIRS)}, {"attention_weights": Value(PAIRS)}, {"visible": Value(PAIRS, "bool")}
+HEAD_OUTPUTS = {"head_outputs": Value("b,h,q,value_head_dim")}
 
 
 def as_output(xp: Any, value: Any, axes: Sequence[str], lengths: Mapping[str, int]) -> Any:

@@ -11,7 +11,7 @@ import numpy as np
 
 from attend.attention.operators.declarations import LeftOut
 from attend.attention.operators.operator import Operator
-from attend.attention.operators.step import Step, Steps, Value
+from attend.attention.operators.step import SCORES, WEIGHTS, Step, Steps
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -46,15 +46,12 @@ class TalkingHeadsOperator(Operator):
 
     @classmethod
     def steps(cls, spec: Dimensions, features: Collection[str] = ()) -> Steps:
-        pairs = Value("b,h,q,k")
-        scores = Step(
-            "mix_scores", ("scores",), {"scores": pairs}, "S_h = Σ_m P_hm S_m + b_h", _mix_scores, all_heads=True, products=("b,h,q,k,h",)
-        )
+        scores = Step("mix_scores", ("scores",), SCORES, "S_h = Σ_m P_hm S_m + b_h", _mix_scores, all_heads=True, products=("b,h,q,k,h",))
         reads, formula = ("attention_weights", "visible", "fully_masked"), "A_h = Σ_m W_hm A_m + c_h, 0 where a key is masked"
         weights = Step(
             "mix_weights",
             reads,
-            {"attention_weights": pairs},
+            WEIGHTS,
             formula,
             _mix_weights,
             all_keys=True,

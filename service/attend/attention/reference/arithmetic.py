@@ -103,10 +103,10 @@ class NumpyArithmetic:
         return np.asarray(np.logaddexp(0.0, x))
 
     def weighted_values(self, weights: Array, value: Array) -> Array:
-        values = self.repeat_kv_heads(value, weights.shape[1])
-        if np.isfinite(values).all():
-            return np.asarray(weights @ values)
-        nonzero = np.where(weights[..., None] == 0, 0.0, values[:, :, None])  # [b, h, q, k, d]
+        value = self.repeat_kv_heads(value, weights.shape[1])
+        if np.isfinite(value).all():
+            return np.asarray(weights @ value)
+        nonzero = np.where(weights[..., None] == 0, 0.0, value[:, :, None])  # [b, h, q, k, d]
         return np.asarray((weights[..., None] * nonzero).sum(axis=3))
 
     def gather(self, x: Array, index: Array) -> Array:

@@ -77,9 +77,9 @@ class ReferenceCall:
 
     def program_tensor(self, name: str, field: TensorField) -> Array | None:
         """A tensor of the call as the program gets it, with all axes, in float64 or as booleans; None if it is not given."""
-        if (given := self.tensors.get(name)) is None:
+        if (tensor := self.tensors.get(name)) is None:
             return None
-        x = np.asarray(self.as_batch(given) if name in PER_ITEM else given, bool if field.kind == "mask" else np.float64)
+        x = np.asarray(self.as_batch(tensor) if name in PER_ITEM else tensor, bool if field.kind == "mask" else np.float64)
         if "k" in field or "value_head_dim" in field:
             return self.per_pair(x)
         return x[..., None] if x.ndim == (3 if self.batched else 2) and "q" in field else x[..., None, None]

@@ -9,7 +9,7 @@ import torch
 
 from attend.attention.cache import cached_tensors, follows_from_cache
 from attend.attention.call import Call
-from attend.attention.decoding import CachedStep
+from attend.attention.decoding import CachedForwardPass
 from attend.attention.masks import Masks
 from attend.axes import GRADIENTS, MASKS, OTHERS
 from attend.errors import InvalidRequest, TooLarge, pointer
@@ -70,7 +70,7 @@ class StepBinding(Binding[AttendRequest]):
                 inputs = (inputs[0], *no_rows(inputs[0], spec))
             call = Call(options, *inputs, _at_length(cached.masks, session.length, stop))
         require_rows(session, call)
-        operation = CachedStep(session.cache, session.length)
+        operation = CachedForwardPass(session.cache, session.length)
         log_fields = self.log_fields(request, layer, call, cost)
         return Prepared(self, request, layer, call, cost, operation, log_fields=log_fields, session=session)
 
