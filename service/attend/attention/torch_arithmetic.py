@@ -1,5 +1,6 @@
 """The arithmetic of steps in torch: what torch has under other names than NumPy, or computes fast only if it is written otherwise."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -146,8 +147,8 @@ class TorchArithmetic:
 
 
 def all_finite(x: Tensor) -> bool:
-    """Whether all numbers are finite. Their sum tells it in most cases, in one pass and without a copy."""
-    return bool(x.sum().isfinite()) or bool(x.isfinite().all())
+    """Whether all numbers are finite. Their sum, which may overflow although they are, mostly tells it in one pass, without a copy."""
+    return math.isfinite(x.detach().sum().item()) or bool(x.isfinite().all())
 
 
 def top_k(values: Tensor, n: int) -> tuple[Tensor, Tensor]:

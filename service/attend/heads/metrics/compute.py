@@ -15,20 +15,22 @@ from attend.attention.call import Call, Result
 from attend.attention.layer import MultiHeadAttention
 from attend.attention.operations import Operation
 from attend.attention.rows import row_slices
+from attend.heads.metrics.contributions import (
+    contribution_products,
+    gradient_importance,
+    mean_ablation,
+    pruning_order,
+    value_norms,
+    zero_ablation,
+)
 from attend.heads.metrics.heads import (
     CosineSimilarity,
     JensenShannon,
     SingleHead,
     as_single_head,
-    contribution_products,
     deviation,
     disagreement,
-    gradient_importance,
     head_products,
-    mean_ablation,
-    pruning_order,
-    value_norms,
-    zero_ablation,
 )
 from attend.heads.metrics.rows import ROW_METRICS, MetricsBlock, MetricsOptions, StrongestLinks, make_metrics_block
 
