@@ -266,7 +266,7 @@ MISTAKES: dict[str, dict[str, Mistake]] = {
             for fill in (1.0, -1.0, -10.0)
         }
         | {
-            "blocked scores are set to +inf and not to -inf": (
+            "blocked scores are +inf and not -inf, as where the mask's numbers are subtracted and not added": (
                 "softmax(where(blocked, inf, S)) V",
                 change_softmax(lambda c, softmax, scores, sinks: softmax(np.where(scores <= -LARGE[0], -scores, scores), sinks)),
             ),
@@ -281,10 +281,6 @@ MISTAKES: dict[str, dict[str, Mistake]] = {
                     change_softmax(lambda c, softmax, scores, sinks: np.where(c.case.visible[:, None], softmax(scores, sinks), -np.inf)),
                     UNMASK,
                 ),
-            ),
-            "the mask's numbers are subtracted from the scores and not added": (
-                "softmax(S - M) V",
-                add_mask(lambda visible: np.where(visible, 0.0, np.inf)),
             ),
             "the mask's ones (1 = attend) are added to the scores": (
                 "softmax(S + M) V, M = 1 where a key is visible, 0 where not",

@@ -160,6 +160,7 @@ MISTAKES: dict[str, dict[str, Mistake]] = {
             )
             for one, two in WRONG_FACTORS
             for sign, s in (("+", 1.0), ("-", -1.0))
+            if one != two or sign == "+"  # which gives the same products
         }
         | {f"RoPE computes x{one} and not {RIGHT}": (f"x{one}", rope_as(cos, np.zeros_like)) for one, cos in FACTORS.items() if one}
         | {

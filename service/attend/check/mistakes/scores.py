@@ -49,19 +49,15 @@ def change_products(changed: Callable[[Computation, Array, Array], Array]) -> Ch
     return only_if(lambda c: not c.spec.relative_scores, change)
 
 
-def mix_rows(of_query: str, of_key: str) -> Change:
-    """Products of other rows: S_ij = q_a · k_b for a, b among i and j. ValueError if there is no such row."""
+def mix_rows(of_key: str) -> Change:
+    """Products of other rows: S_ij = q_j · k_i, or q_j · k_j. ValueError unless there are as many queries as keys."""
 
     def products(c: Computation, q: Array, k: Array) -> Array:
-        keys = k.shape[2]
-        if q.shape[2] > keys or (q.shape[2] < keys and of_query == "j"):
+        if q.shape[2] != k.shape[2]:
             raise ValueError
         if of_key == "i":
-            k = k[:, :, : q.shape[2]]
-        made = np.einsum(f"bh{of_query}d,bh{of_key}d->bh{''.join(sorted({of_query, of_key}))}", q, k)
-        if of_query == of_key:
-            made = made[..., :, None] if of_query == "i" else made[..., None, :]
-        return np.broadcast_to(made, (*q.shape[:3], keys))
+            return np.asarray(k @ q.swapaxes(-1, -2))
+        return np.broadcast_to((q * k).sum(axis=-1)[..., None, :], (*q.shape[:3], k.shape[2]))
 
     return change_products(products)
 
@@ -128,10 +124,9 @@ MISTAKES: dict[str, dict[str, Mistake]] = {
         {
             "the scores are transposed: that of query i and key j is that of query j and key i": (
                 "S_ij = q_j · k_i{scale}",
-                mix_rows("j", "i"),
+                mix_rows("i"),
             ),
-            "the score of query i and key j is that of query j and key j": ("S_ij = q_j · k_j{scale}", mix_rows("j", "j")),
-            "the score of query i and key j is that of query i and key i": ("S_ij = q_i · k_i{scale}", mix_rows("i", "i")),
+            "the score of query i and key j is that of query j and key j": ("S_ij = q_j · k_j{scale}", mix_rows("j")),
             "the scores are divided into the scale: each is the reciprocal of what it should be": (
                 "S_ij = 1 / (q_i · k_j{scale})",
                 change_products(lambda c, q, k: 1 / (c.scale**2 * (q @ k.swapaxes(-1, -2)))),
@@ -143,10 +138,6 @@ MISTAKES: dict[str, dict[str, Mistake]] = {
             "the scores are sums of the keys' numbers, without the query": (
                 "S_ij = Σ k_j{scale}",
                 change_products(lambda c, q, k: np.broadcast_to(k.sum(axis=-1)[..., None, :], (*q.shape[:3], k.shape[2]))),
-            ),
-            "the scores are sums of the queries' numbers, without the key": (
-                "S_ij = Σ q_i{scale}",
-                change_products(lambda c, q, k: np.broadcast_to(q.sum(axis=-1)[..., None], (*q.shape[:3], k.shape[2]))),
             ),
             "the scores are the negative squared distances of queries and keys": (
                 "S_ij = -|q_i - k_j|²{scale}",
