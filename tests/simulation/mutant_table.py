@@ -277,7 +277,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     # past: the index of models was made on the event loop
     "index of models on the loop": (
         "attend.web.v2.routes",
-        "await service.engine.run(request, MODEL_BYTES * len(layers), text)",
+        "await request.service.engine.run(request, MODEL_BYTES * len(layers), text)",
         "text()",
     ),
     "all connections in one iteration": ("attend.web.slow_peers", "list(islice(unchecked, CHECKED_AT_ONCE))", "list(unchecked)"),

@@ -62,9 +62,8 @@ def _response_to(error: Exception, request: HttpRequest) -> Response:
 
 
 def no_endpoint(request: HttpRequest, paths: Sequence[str]) -> Response:
-    """The reply to a request without an endpoint: 405 if its path has other methods, 501 for a method that HTTP does not define, else 404.
-    `paths`:
-    those that it may suggest."""
+    """The reply to a request without an endpoint: 405 if its path has other methods, 501 for a method that HTTP does not define, else 404,
+    which may suggest one of `paths`."""
     headers, given = {}, request.path
     if request.endpoints:
         allowed = sorted({*request.endpoints, "HEAD"} if "GET" in request.endpoints else request.endpoints)
