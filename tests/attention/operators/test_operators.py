@@ -1,5 +1,6 @@
 """Each operator over HTTP against the float64 reference: random calls, selected weights and gradients of layers that have it."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,10 @@ from attend import spec_properties
 from attend.attention.initialization import in_dtype
 from attend.attention.operators import OPERATORS
 from attend.attention.operators.operator import Operator
+from attend.attention.operators.step import Step
 from attend.attention.program import PLACES, SINGLE
-from attend.attention.reference.forward import every_output
+from attend.attention.reference import forward
+from attend.attention.reference.arithmetic import NumpyArithmetic
 from attend.check.random_cases import Draw
 from attend.client import Client
 from attend.spec import LayerSpec
@@ -118,13 +121,31 @@ def test_every_value_that_a_step_writes_is_an_output(client: Client, operator: t
     assume(operator.is_active(case.spec))
     weights = in_dtype(case.spec, weights_of(case))
     client.put_layer(LAYER, case.spec, case.weights)
-    exact = every_output(case.spec, weights, **case.request)
+    exact = forward.every_output(case.spec, weights, **case.request)
     planned = client.plan(**case.request, layer=LAYER, outputs=[*exact]).outputs
     result = client.attend(**case.request, layer=LAYER, outputs=[*exact])
     for name, expected in exact.items():
         assert [*result[name].shape] == planned[name].shape and BY_NUMPY[result[name].dtype].name == planned[name].datatype
         assert result[name].nbytes == planned[name].bytes
         agree(case, name, result[name], expected)
+
+
+@each_operator
+def test_no_step_changes_what_it_reads(operator: type[Operator], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values are reused: those of constants in every call of a layer, those before a mistake in every mistake that `attend check` tries."""
+    run_steps = forward.run_steps
+
+    def run_read_only(m: NumpyArithmetic, steps: Sequence[Step], values: dict[str, Any]) -> None:
+        for step in steps:
+            for x in values.values():
+                if isinstance(x, np.ndarray):
+                    x.flags.writeable = False
+            run_steps(m, (step,), values)
+
+    monkeypatch.setattr(forward, "run_steps", run_read_only)
+    for seed in range(5):
+        case = case_with(operator, seed)
+        assert forward.every_output(case.spec, weights_of(case), **case.request)
 
 
 @each_operator
