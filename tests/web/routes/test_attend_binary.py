@@ -164,6 +164,14 @@ def test_nonfinite_numbers_in_requests_are_refused(cross: Callable[..., httpx.Re
     assert f"/{name}" in words and ("an integer of 32 bits" in words) == (name == "query_offset")
 
 
+def test_one_number_among_many_that_is_not_finite_is_refused(post: Post) -> None:
+    """With its place, also where there are more than FEW_FLAGS numbers."""
+    query = np.ones((1031, 64), np.float32)
+    query[1013, 37] = np.inf
+    words = refused(post(packed({"query": query}, {"outputs": ["output"]})), 422, "/query/1013/37")
+    assert "inf" in words
+
+
 OTHERS = ["layer", "causal", "window", "fully_masked", "dropout", "outputs", "select", "reply", "reproducible", "tokens", "mask", "foo", ""]
 
 

@@ -160,6 +160,7 @@ def test_minus_infinity_is_allowed_in_scores_and_log_sum_exp(name: str, nonfinit
         same(read(write({name: array}, nonfinite=nonfinite, form=form)[name]), array)
 
 
+@pytest.mark.parametrize("items", [2, 6007])  # beyond FEW_FLAGS numbers, another function looks for them
 @pytest.mark.parametrize("form", ["nested", "flat", "base64"])
 @pytest.mark.parametrize(
     ("name", "odd", "datatype", "word"),
@@ -174,9 +175,11 @@ def test_minus_infinity_is_allowed_in_scores_and_log_sum_exp(name: str, nonfinit
         ("output", 3.4e38, "BF16", "inf"),
     ],
 )
-def test_the_error_for_a_nonfinite_number_names_output_and_index(name: str, odd: float, datatype: str, word: str, form: str) -> None:
+def test_the_error_for_a_nonfinite_number_names_output_and_index(
+    name: str, odd: float, datatype: str, word: str, form: str, items: int
+) -> None:
     """In binary forms too."""
-    array = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
+    array = (np.arange(items * 12, dtype=np.float32) % 24).reshape(items, 3, 4)
     array[1, 2, 1] = array[1, 2, 3] = odd
     if name == "scores":
         array[0, 0, 0] = -np.inf

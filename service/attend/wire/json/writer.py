@@ -37,7 +37,7 @@ def encode(reply: Reply, options: ReplyOptions, reply_format: Any = None) -> Enc
     for name, tensor in reply.tensors.items():
         pieces.append(b',"%b":' % name.encode())
         if isinstance(tensor, dict):
-            pieces += write_json({part: _tensor(f"{name}.{part}", array, reply.datatype, options) for part, array in tensor.items()})
+            pieces += write_json({part: _wire_tensor(f"{name}.{part}", array, reply.datatype, options) for part, array in tensor.items()})
         else:
             array, nonfinite = wire_array(name, tensor, reply.datatype, options.nonfinite)
             if nonfinite is None and options.form == "nested" and 0 < array.size <= NUMBERS_PER_PIECE:
@@ -45,7 +45,7 @@ def encode(reply: Reply, options: ReplyOptions, reply_format: Any = None) -> Enc
                 if text is not None:
                     pieces.append(text)
                     continue
-            value = _tensor(name, tensor, reply.datatype, options)
+            value = _tensor(name, array, nonfinite, options)
             pieces += value if isinstance(value, JsonText) else write_json(value)
     if reply.session is not None:
         pieces += [b',"session":', orjson.dumps(reply.session)]
@@ -73,8 +73,13 @@ def write_json(document: dict[str, Any]) -> list[Buffer]:
     return [before, *(piece for long, after in zip(texts, parts, strict=True) for piece in (*long, after))]
 
 
-def _tensor(name: str, array: Array, datatype: str, options: ReplyOptions) -> Any:
-    array, nonfinite = wire_array(name, array, datatype, options.nonfinite)
+def _wire_tensor(name: str, array: Array, datatype: str, options: ReplyOptions) -> Any:
+    """An array of a reply in the form that the request asks for. Raises as `wire_array`."""
+    return _tensor(name, *wire_array(name, array, datatype, options.nonfinite), options)
+
+
+def _tensor(name: str, array: Array, nonfinite: Array | None, options: ReplyOptions) -> Any:
+    """What `wire_array` returned, in the form that the request asks for."""
     if options.form == "nested" and 0 not in array.shape:  # nested lists of shape [1, 0, 64] and [1, 0] are the same
         return json_text_of(name, array, nonfinite, options)
     description = {"shape": list(array.shape), "datatype": datatype_of(array).name}
@@ -89,7 +94,7 @@ def _metric(value: Any, datatype: str, options: ReplyOptions) -> Any:
         return {part: _metric(inner, datatype, options) for part, inner in value.items()}
     if isinstance(value, list):
         return JsonText(_word_texts(value, {}))
-    tensor = _tensor("", value, datatype, options.model_copy(update={"nonfinite": "null"}))
+    tensor = _wire_tensor("", value, datatype, options.model_copy(update={"nonfinite": "null"}))
     if value.dtype.kind != "i" or options.form == "base64" or not (value < 0).any():
         return tensor
     data = tensor["data"] if isinstance(tensor, dict) else tensor
