@@ -14,6 +14,7 @@ from simulation.world import Failure, Resume, World, sleep, suspended
 PATIENCE = 200.0  # seconds; every reply must have come by then
 REFUSED = "refused"  # the process does not listen
 CLOSED, LATE, LEFT = "closed", "late", "left"  # why there is no reply
+UNSEEN = "closed before the request"
 
 
 class Request(NamedTuple):
@@ -208,7 +209,7 @@ class Caller:
         if answer == LATE:
             raise Failure("rule 4: every call is computed or refused", f"{what} ({manner}) has no reply after {PATIENCE:g} s")
         if peer.delivered <= exchange.start:
-            return Lost("closed before the request", begun=False)
+            return Lost(UNSEEN, begun=False)
         if earlier and isinstance(earlier[-1], Reply) and earlier[-1].headers.get("connection") == "close":
             return Lost("closed after an earlier reply", begun=False)
         settings = process.chosen.settings

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from attend.deploy.routing import replica_of
-from simulation.caller import REFUSED, Caller, Lost, Manner, Reply, Request
+from simulation.caller import REFUSED, UNSEEN, Caller, Lost, Manner, Reply, Request
 from simulation.clients import Client
 from simulation.configuration import Configuration
 from simulation.side_by_side import SETTLE_SECONDS, Member
@@ -105,8 +105,9 @@ class Replicas:
 
 
 class GatewayCaller(Caller):
-    """A client of the gateway, which has a connection to each replica for it. The gateway sends a request to another replica if the first
-    one has not begun it, or it may be repeated, and it names no session."""
+    """A client of the gateway, which has a connection to each replica for it. The gateway sends a request again on a new connection if the
+    replica closed the old one before it arrived; to another replica if the first one has not begun it, or it may be repeated, and it names
+    no session."""
 
     process: Any
 
@@ -128,6 +129,8 @@ class GatewayCaller(Caller):
                 name = gateway.draw.choice(list(gateway.all))
             tried.add(right)
             outcome = await self._to(name).call(method, target, body, headers, manner)
+            if isinstance(outcome, Lost) and outcome.why == UNSEEN and manner == Manner():  # an idle connection was closed meanwhile
+                outcome = await self._to(name).call(method, target, body, headers, manner)
             if name != right:
                 self._require_refusal_of_stranger(outcome, f"{method} {target} at {name}")
                 return Lost("misrouted", begun=False)
