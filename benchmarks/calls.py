@@ -26,6 +26,7 @@ FIELDS: dict[str, dict[str, object]] = {
     "mask": {"attend_mask": [[1] * 16] * 16},
     "bias": {"bias": [[0.5] * 16] * 16},
     "causal": {"causal": True},
+    "lengths": {"valid_lens": 13},
 }
 WARM = 5  # requests before the one that is counted
 
