@@ -1,6 +1,7 @@
-"""Replies when memory runs out, an unexpected exception is raised, or a parameter has a wrong value."""
+"""Replies when memory runs out, an unexpected exception is raised, or a parameter has a wrong value or is unknown."""
 
 import asyncio
+import re
 from typing import Annotated, Any
 
 import httpx
@@ -59,6 +60,18 @@ def test_unexpected_errors_are_500_and_out_of_memory_507_in_the_endpoints_format
             assert (await client.post("/attend", json=QUERY)).status_code == 200
 
     asyncio.run(test())
+
+
+def test_an_unknown_query_parameter_is_refused_by_every_endpoint_but_probes_and_pages(http: httpx.Client) -> None:
+    """Load balancers add parameters to probes, and browsers and caches to pages. The body has none, so there is no pointer."""
+    for endpoint in create_app(Settings(access_log=False)).table:
+        path = re.sub(r"\{\w+\}", "none", endpoint.path)
+        reply = http.request(endpoint.method, path, params={"a": "1"}, json={} if endpoint.body else None)
+        if re.match(r"/$|/health/|/metrics$|/page/|/docs|/openapi.json$|/v2/health/|.*/ready$", endpoint.path):
+            assert reply.status_code in (200, 404), path  # 404: nothing has the name `none`
+        else:
+            assert reply.status_code == (400 if path.startswith("/v2") else 422), path
+            assert "a query parameter" in reply.text or "no query parameters" in reply.text, path
 
 
 def test_a_parameter_with_a_wrong_value_is_422_and_named() -> None:

@@ -75,15 +75,27 @@ class EndpointTable:
         grpc_methods: tuple[str, ...] = (),
         needs_layers: bool = False,
         page: bool = False,
+        any_query: bool = False,
         **description: Any,
     ) -> Callable[[F], F]:
         """Adds the decorated function as an endpoint. `description` has the arguments of FastAPI's decorators, such as `response_model`."""
 
         def added(function: F) -> F:
             parameters = Parameters(path, function)
-            values = parameters.values if parameters else None
             endpoint = Endpoint(
-                method, path, scopes, function, values, description, body, refusals, aliases, grpc_methods, needs_layers, page
+                method,
+                path,
+                scopes,
+                function,
+                parameters,
+                description,
+                body,
+                refusals,
+                aliases,
+                grpc_methods,
+                needs_layers,
+                page,
+                any_query,
             )
             self.include([endpoint])
             return function
@@ -154,13 +166,15 @@ class EndpointTable:
 
         Raises NotReady if the endpoint needs layers and they are not loaded yet.
         """
-        if request.scope["query_string"].count(b"&") >= MAX_QUERY_PARAMETERS:  # before anything makes an object of each
+        query = request.scope["query_string"]
+        if query.count(b"&") >= MAX_QUERY_PARAMETERS:  # before anything makes an object of each
             raise TooLarge.where("", f"at most {MAX_QUERY_PARAMETERS} query parameters", "more")
         if (endpoint := request.endpoint) is None:
             response = no_endpoint(request, [endpoint.path for endpoint in self if endpoint.documented])
         else:
             if endpoint.needs_layers and not request.service.started:
                 request.service.require_started()
-            parameters = {} if endpoint.parameters is None else endpoint.parameters(request)
-            response = await endpoint.function(request, **parameters)
+            query, parameters = b"" if endpoint.any_query else query, endpoint.parameters
+            values = parameters.values(request.path_parameters, query) if parameters.names or query else {}
+            response = await endpoint.function(request, **values)
         await response(request.scope, request.receive, request.send)

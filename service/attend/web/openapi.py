@@ -64,7 +64,7 @@ endpoints = EndpointTable()
 FILES = StaticFiles(packages=[("fastapi_swagger", "resources")])
 
 
-@endpoints.add("GET", "/openapi.json", READ, include_in_schema=False)
+@endpoints.add("GET", "/openapi.json", READ, any_query=True, include_in_schema=False)
 async def openapi_json(request: HttpRequest) -> Response:
     """The document of the server as the client sees it: below the prefix that a proxy removes."""
     whole = await run_in_threadpool(request.app.state.openapi)  # takes a few hundred milliseconds the first time
@@ -72,7 +72,7 @@ async def openapi_json(request: HttpRequest) -> Response:
     return JSONResponse({**whole, "servers": [{"url": root}, *whole["servers"]]} if root else whole)
 
 
-@endpoints.add("GET", "/docs", READ, include_in_schema=False)
+@endpoints.add("GET", "/docs", READ, any_query=True, include_in_schema=False)
 async def docs(request: HttpRequest) -> Response:
     root = request.scope.get("root_path", "")
     page = get_swagger_ui_html(
@@ -87,7 +87,7 @@ async def docs(request: HttpRequest) -> Response:
     return page
 
 
-@endpoints.add("GET", "/docs/{file}", READ, include_in_schema=False)
+@endpoints.add("GET", "/docs/{file}", READ, any_query=True, include_in_schema=False)
 async def docs_file(request: HttpRequest, file: str) -> Response:
     return await FILES.get_response(file, request.scope)
 

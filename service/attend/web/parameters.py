@@ -3,7 +3,7 @@
     async def get_rows(request: HttpRequest, name: str, first: int, causal: bool = False) -> Response: ...
 
 Names in braces in the path, such as {name}, are parameters of the path; all others are of the query. Their values are validated before the
-function is called. An endpoint without parameters of the query ignores any.
+function is called, and unknown ones are refused.
 """
 
 import inspect
@@ -13,41 +13,36 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 from attend.errors import InvalidRequest, Problem, did_you_mean
-from attend.web.requests import HttpRequest
 from attend.wire.problems import MAX_PROBLEMS, describe_value, model_of_parameters, validate_parameters
 
 
 class Parameters:
-    """The parameters of an endpoint with this path and function."""
+    """The parameters of an endpoint with this path and function. `names`: of the path, then of the query."""
 
     def __init__(self, path: str, function: Callable[..., Any]) -> None:
         _, *declared = inspect.signature(function).parameters.values()
         in_path = re.findall(r"\{(\w+)\}", path)
         self.path = [parameter.name for parameter in declared if parameter.name in in_path]
         self.query = [parameter.name for parameter in declared if parameter.name not in in_path]
-        self.sources = dict.fromkeys(self.path, "path") | dict.fromkeys(self.query, "query")
+        self.names = dict.fromkeys(self.path, "path") | dict.fromkeys(self.query, "query")
         is_text = all(str in (p.annotation, getattr(p.annotation, "__origin__", None)) for p in declared)
         kinds = {p.name: (p.annotation, ... if p.default is p.empty else p.default) for p in declared}
         self.model = None if is_text and not self.query else model_of_parameters(kinds)
 
-    def __bool__(self) -> bool:
-        return bool(self.sources)
-
-    def values(self, request: HttpRequest) -> Mapping[str, Any]:
+    def values(self, in_path: Mapping[str, str], query: bytes) -> Mapping[str, Any]:
         """The values of the parameters in a request. Raises InvalidRequest without pointers: no parameter is in the body."""
-        texts = {name: request.path_parameters[name] for name in self.path}
-        if self.query:
-            texts |= self._of_query(request)
-        return texts if self.model is None else validate_parameters(self.model, texts, self.sources)
+        texts = {name: in_path[name] for name in self.path}
+        if query:
+            texts |= self._of_query(query)
+        return texts if self.model is None else validate_parameters(self.model, texts, self.names)
 
-    def _of_query(self, request: HttpRequest) -> dict[str, str]:
+    def _of_query(self, query: bytes) -> dict[str, str]:
         """The parameters of the query as text. Raises InvalidRequest for unknown ones, and for those that stand twice."""
-        pairs = parse_qsl(request.scope["query_string"].decode("latin-1"), keep_blank_values=True)
+        pairs = parse_qsl(query.decode("latin-1"), keep_blank_values=True)
         texts = dict(pairs)
+        expected = f"a query parameter among {', '.join(self.query)}" if self.query else "no query parameters"
         problems = [
-            Problem("", f"a query parameter among {', '.join(self.query)}", describe_value(name) + did_you_mean(name, self.query))
-            for name in texts
-            if name not in self.query
+            Problem("", expected, describe_value(name) + did_you_mean(name, self.query)) for name in texts if name not in self.query
         ]
         if len(texts) < len(pairs):
             names = [name for name, _ in pairs]

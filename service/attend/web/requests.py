@@ -18,6 +18,7 @@ from attend.errors import AttendError
 from attend.serving.requests import Request
 from attend.serving.service import Service
 from attend.web.connections import REQUEST_KEY, Connection
+from attend.web.parameters import Parameters
 
 OTHER = "other"  # label of all paths where nothing is served
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -78,7 +79,7 @@ class Endpoint:
     path: str  # such as /layers/{name}
     scopes: frozenset[str]  # a key needs one of them; empty: no key is needed
     function: Callable[..., Awaitable[Response]]  # takes the request, and the parameters by name
-    parameters: Callable[[HttpRequest], Mapping[str, Any]] | None  # their values in a request; None: it has none
+    parameters: Parameters  # of the path and the query, by their names
     description: Mapping[str, Any]  # in the OpenAPI document: arguments of FastAPI's decorators, such as `response_model`
     body: Body | None = None
     refusals: tuple[type[AttendError], ...] = ()  # in the document, beside those that a key, a body or the need of layers imply
@@ -86,6 +87,9 @@ class Endpoint:
     grpc_methods: tuple[str, ...] = ()  # of GRPCInferenceService that do the same, and need the same key
     needs_layers: bool = False  # whether it refuses requests before the configured layers are loaded
     page: bool = False  # whether a client that prefers text/html needs no key
+    any_query: bool = (
+        False  # whether it ignores the query, to which load balancers and browsers add parameters; else unknown ones are refused
+    )
 
     @property
     def documented(self) -> bool:

@@ -9,7 +9,7 @@ from attend.web.request_reader import begin_without_body
 from attend.web.requests import HttpRequest
 
 LAYER_BYTES = 200  # of the lines of a layer in the metrics, roughly
-ROUTE_OPTIONS: dict[str, Any] = {"tags": ["operation"], "response_model": dict[str, bool]}
+ROUTE_OPTIONS: dict[str, Any] = {"tags": ["operation"], "response_model": dict[str, bool], "any_query": True}
 endpoints = EndpointTable()
 
 
@@ -38,6 +38,7 @@ async def startup(request: HttpRequest) -> Response:
     "GET",
     "/metrics",
     METRICS,
+    any_query=True,
     tags=["operation"],
     response_class=Response,
     responses={200: {"content": {"text/plain": {}}}},

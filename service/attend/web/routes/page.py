@@ -46,6 +46,7 @@ FILES = PageFiles(packages=[("attend", "web/page"), ("attend", "assets")])
     "/",
     READ,
     page=True,
+    any_query=True,
     tags=["operation"],
     refusals=TIMED,
     response_model=dict[str, Any],
@@ -68,7 +69,7 @@ async def index(request: HttpRequest) -> Response:
     return response
 
 
-@endpoints.add("GET", "/page/{file}", PUBLIC, include_in_schema=False)
+@endpoints.add("GET", "/page/{file}", PUBLIC, any_query=True, include_in_schema=False)
 async def page_file(request: HttpRequest, file: str) -> Response:
     if file == "families.json":  # with which the page offers the parts of a model's folder
         return JSONResponse(known_families(), headers=HEADERS)

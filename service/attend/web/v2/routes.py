@@ -90,7 +90,7 @@ async def server(request: HttpRequest) -> Response:
     return _document(request.app.state.extensions.metadata())
 
 
-@endpoints.add("GET", "/v2/health/live", PUBLIC, grpc_methods=("ServerLive",), **OPTIONS, response_model=Health)
+@endpoints.add("GET", "/v2/health/live", PUBLIC, any_query=True, grpc_methods=("ServerLive",), **OPTIONS, response_model=Health)
 async def live(request: HttpRequest) -> Response:
     """The process is alive. `ready` says whether calls are answered, without checking the device."""
     return _document(health_of(request.service.ready and len(request.service.registry) > 0))
@@ -100,6 +100,7 @@ async def live(request: HttpRequest) -> Response:
     "GET",
     "/v2/health/ready",
     PUBLIC,
+    any_query=True,
     grpc_methods=("ServerReady",),
     **OPTIONS,
     response_model=Health,
@@ -146,6 +147,7 @@ async def model(request: HttpRequest, name: str) -> Response:
     needs_layers=True,
     grpc_methods=("ModelReady",),
     **_model("/ready"),
+    any_query=True,
     **OPTIONS,
     response_model=ModelReady,
     responses={503: {"model": ModelReady, "description": "Not ready."}},
