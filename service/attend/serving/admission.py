@@ -7,8 +7,9 @@ from typing import NamedTuple
 from attend.attention.call import CallOptions
 from attend.errors import Problem, TooLarge
 from attend.limits import ServingLimits
-from attend.serving.cost import Cost, ReplyContents, predict_call
+from attend.serving.cost import Cost, predict_call
 from attend.spec import LayerSpec
+from attend.wire.schemas.attend import ReplyOptions
 
 LARGE_REPLY = "a reply of at most {} predicted bytes (max_reply_bytes); ask for fewer outputs, or in binary"
 MAX_BATCH = 2**31 - 1  # the largest value that `largest_batch` returns
@@ -60,7 +61,10 @@ def cost_of_part(cost: Cost, shards: int) -> Cost:
 
 def largest_batch(spec: LayerSpec, limits: ServingLimits) -> int:
     """The most batch items that are admitted in a call with one query, one key and the default outputs; at least 1."""
-    reply = ReplyContents(("output", "attention_weights"))
-    one = CallOptions(1, 1, 1, frozenset(reply.outputs), spec.scale)
-    batches = range(2, min(limits.max_batch_items, MAX_BATCH) + 1)
-    return bisect_left(batches, True, key=lambda b: bool(exceeded_limits(predict_call(replace(one, items=b), reply, spec), limits))) + 1
+    outputs, reply = ("output", "attention_weights"), ReplyOptions()
+    one = CallOptions(1, 1, 1, frozenset(outputs), spec.scale)
+
+    def is_refused(b: int) -> bool:
+        return bool(exceeded_limits(predict_call(replace(one, items=b), outputs, reply, spec), limits))
+
+    return bisect_left(range(2, min(limits.max_batch_items, MAX_BATCH) + 1), True, key=is_refused) + 1

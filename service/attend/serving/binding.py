@@ -10,10 +10,10 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 
-from attend.attention.call import FROM_HEADS, SCORED, Call, CallOptions, Result
+from attend.attention.call import FROM_HEADS, SCORED, Call, Result
 from attend.attention.dataflow import is_of_rows
 from attend.attention.decoding import CachedOperation
-from attend.attention.masks import MASK_TENSORS, Masks
+from attend.attention.masks import MASK_TENSORS
 from attend.attention.operations import FORWARD, Operation, forward_pass
 from attend.axes import INPUTS, TENSOR_FIELDS
 from attend.errors import InvalidRequest
@@ -29,6 +29,7 @@ from attend.serving.layers.registry import LoadedLayer
 from attend.serving.prepared_cache import cache_key
 from attend.serving.replies import MANY_PIECES, compress, joined
 from attend.serving.requests import Request
+from attend.serving.scheduler import Scheduler
 from attend.serving.sessions.registry import Session
 from attend.serving.sessions.rows import members_that_read, require_rows
 from attend.spec import LayerSpec
@@ -39,10 +40,10 @@ from attend.wire.schemas.attend import AttendRequest, Past
 
 R = TypeVar("R", bound=AttendRequest)
 T = TypeVar("T")
-Submit = Callable[[Job], Coroutine[Any, Any, Outcome]]  # computes a job, as `Scheduler.submit`
 Check = Callable[[], None]  # raises if the caller no longer waits
 INDIVISIBLE = ("dropout", *(name for name, field in TENSOR_FIELDS.items() if not field.divisible))  # fields of calls that are never cut
 
+NO_NUMBERS = torch.empty(0)
 MAX_QUERIES = 4096  # of a request that is kept: positions of more would take memory, and to prepare it is quick beside such a call
 
 
@@ -60,9 +61,7 @@ class Prepared(NamedTuple):
     log_fields: Mapping[str, Any] = {}  # of the request's log line
     session: Session | None = None  # to which the call appends rows
     batch_key: tuple[Any, ...] | None = None  # calls with equal keys may share a batch; None: the call runs alone
-    options: CallOptions | None = None  # without numbers, in place of the call: its options,
-    masks: Masks | None = None  # its masks without tensors other than positions,
-    tensors: tuple[str, ...] = ()  # and the fields that have tensors, beside query, key and value
+    tensors: tuple[str, ...] = ()  # without numbers: the fields that have tensors, beside query, key and value
 
     def without_numbers(self) -> "Prepared | None":
         """What requests with the same cache key have in common; None if it depends on numbers, or takes much memory."""
@@ -73,8 +72,9 @@ class Prepared(NamedTuple):
             return None
         shapes = {name: shape_alone(array.shape, array.dtype) for name, array in arrays.items()}
         no_masks: dict[str, Any] = dict.fromkeys(name for name in MASK_TENSORS if name != "positions") | {"bias_blocks": False}
-        kept: dict[str, Any] = {"layer": None, "call": None, "request": request.model_copy(update=shapes)}  # the layer has the cache
-        return self._replace(**kept, options=call.options, masks=replace(call.masks, **no_masks), tensors=others)
+        call = Call(call.options, NO_NUMBERS, NO_NUMBERS, NO_NUMBERS, replace(call.masks, **no_masks))
+        kept: dict[str, Any] = {"layer": None, "call": call, "request": request.model_copy(update=shapes)}  # the layer has the cache
+        return self._replace(**kept, tensors=others)
 
     def with_numbers(self, members: Mapping[str, Any], layer: LoadedLayer) -> "Prepared | None":
         """The prepared request with these members, whose cache key is that of `self`. None if an element of a mask is wrong: to validate
@@ -82,8 +82,7 @@ class Prepared(NamedTuple):
 
         Raises InvalidRequest if a number is not finite in the layer's dtype.
         """
-        options, masks, arrays = self.options, self.masks, {}
-        assert options is not None and masks is not None
+        options, masks, arrays = self.call.options, self.call.masks, {}
         for name in self.tensors:
             if (array := AttendRequest.tensors[name].valid(members[name])) is None:
                 return None
@@ -199,9 +198,9 @@ class Binding(Generic[R]):
         """The V2 datatype of an output in the reply."""
         return wire_datatype(name, request.reply.datatype, spec)
 
-    def compute(self, submit: Submit, bound: Prepared, request: Request) -> Coroutine[Any, Any, Outcome]:
-        """The outcome of a prepared request. Raises what `submit` raises."""
-        return submit(Job(bound.layer, bound.operation, bound.cost, bound.call, request, bound.batch_key, bound.in_parts))
+    def compute(self, scheduler: Scheduler, bound: Prepared, request: Request) -> Coroutine[Any, Any, Outcome]:
+        """The outcome of a prepared request. Raises what `Scheduler.submit` raises."""
+        return scheduler.submit(Job(bound.layer, bound.operation, bound.cost, bound.call, request, bound.batch_key, bound.in_parts))
 
     async def reply(self, threads: Threads, bound: Prepared, result: Result, decoded: Decoded, request: Request) -> Encoded:
         """The reply, encoded on the event loop if it is small. Raises what `encode` raises."""

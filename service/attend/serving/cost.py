@@ -8,7 +8,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
 
 from attend.attention.call import CallOptions
 from attend.attention.cost import cost_of_steps
@@ -16,7 +15,7 @@ from attend.axes import GRADIENTS
 from attend.serving.calls import call_options
 from attend.spec import LayerSpec
 from attend.tensors import BY_TORCH, DATATYPES
-from attend.wire.schemas.attend import AttendRequest
+from attend.wire.schemas.attend import AttendRequest, ReplyOptions
 
 DRAW_OPERATIONS, SORT_OPERATIONS = 100, 20  # of a score, where weights are dropped, and where the largest are selected
 EIGENVALUE_OPERATIONS = 150  # of a product that take as long as the eigenvalues of a matrix [1, 1], times width^3
@@ -49,30 +48,14 @@ class Cost:
     word_bytes: int = 0  # of the words in the reply, at most; `reply_bytes` has them, too
 
 
-class ReplyContents(NamedTuple):
-    """What the size of a reply depends on, beside the options of its call."""
-
-    outputs: tuple[str, ...]  # in the order of the request
-    batched: bool = True
-    form: str = "nested"
-    datatype: str | None = None
-    decimals: int | None = None
-
-
 def predict(request: AttendRequest, spec: LayerSpec) -> Cost:
     """The cost of a request whose shapes fit the layer."""
-    options, reply = call_options(request, spec), reply_contents(request)
+    options, outputs, reply, batched = call_options(request, spec), tuple(request.outputs), request.reply, request.batched
     if request.query_lengths is None:
-        return _predict_recurring(options, reply, spec)
+        return _predict_recurring(options, outputs, reply, spec, batched)
     pairs = request.sequence_lengths
-    costs = {(q, k): _predict_recurring(replace(options, num_queries=q, num_keys=k), reply, spec) for q, k in set(pairs)}
+    costs = {(q, k): _predict_recurring(replace(options, num_queries=q, num_keys=k), outputs, reply, spec, batched) for q, k in set(pairs)}
     return _sum_of_sequences([costs[pair] for pair in pairs], spec)
-
-
-def reply_contents(request: AttendRequest) -> ReplyContents:
-    """What the size of the reply to a request depends on."""
-    reply = request.reply
-    return ReplyContents(tuple(request.outputs), request.batched, reply.form, reply.datatype, reply.decimals)
 
 
 def _sum_of_sequences(costs: Sequence[Cost], spec: LayerSpec) -> Cost:
@@ -89,23 +72,25 @@ def _sum_of_sequences(costs: Sequence[Cost], spec: LayerSpec) -> Cost:
     return Cost(outputs, **{**totals, "operations": totals["operations"] + len(costs) * OPERATIONS_PER_SEQUENCE})
 
 
-def predict_call(options: CallOptions, reply: ReplyContents, spec: LayerSpec, cached: int = 0) -> Cost:
-    """The cost of a call with these options, of whose keys the first `cached` are projected already."""
+def predict_call(
+    options: CallOptions, outputs: tuple[str, ...], reply: ReplyOptions, spec: LayerSpec, batched: bool = True, cached: int = 0
+) -> Cost:
+    """The cost of a call with these options and `outputs`, in the order of the request; its first `cached` keys are projected already."""
     b, q, k, h = options.items, options.num_queries, options.num_keys, spec.num_heads
     size, pairs = BY_TORCH[spec.dtype].size, h * q * k
-    outputs = {name: shape if reply.batched else shape[1:] for name, shape in _shapes(options, reply, spec).items()}
+    shapes = {name: shape if batched else shape[1:] for name, shape in _shapes(options, outputs, spec).items()}
     per_item, stored = cost_of_steps(spec, options, cached)
     # the random numbers of dropout (two draws of a Mersenne Twister) and sorting take time per score
     per_score = DRAW_OPERATIONS * (options.dropout is not None) + SORT_OPERATIONS * bool(options.top_k)
     passes = 1 if options.outputs.isdisjoint(GRADIENTS) else 3
     operations = b * (per_item + pairs * per_score) * passes
     scores = _output_scores(options, spec)
-    wider = [math.prod(shape) for name, shape in outputs.items() if (output := spec.every_output.get(name)) and output.dtype == "float64"]
-    elements = sum(math.prod(shape) for shape in outputs.values()) + 8 // size * sum(wider)
+    wider = [math.prod(shape) for name, shape in shapes.items() if (output := spec.every_output.get(name)) and output.dtype == "float64"]
+    elements = sum(math.prod(shape) for shape in shapes.values()) + 8 // size * sum(wider)
     memory = stored + elements * size + max(4, size) * 2 * scores
-    datatypes = {name: wire_datatype(name, reply.datatype, spec) for name in outputs}
-    reply_bytes, tensor_bytes = reply_sizes(reply.form, reply.decimals, outputs, datatypes)
-    return Cost(outputs, operations, scores, memory, reply_bytes, b, pairs, tensor_bytes)
+    datatypes = {name: wire_datatype(name, reply.datatype, spec) for name in shapes}
+    reply_bytes, tensor_bytes = reply_sizes(reply.form, reply.decimals, shapes, datatypes)
+    return Cost(shapes, operations, scores, memory, reply_bytes, b, pairs, tensor_bytes)
 
 
 def predict_circuits(spec: LayerSpec, h: int) -> Cost:
@@ -119,7 +104,7 @@ def predict_circuits(spec: LayerSpec, h: int) -> Cost:
     return Cost(outputs, operations, 0, memory, reply_bytes, tensor_bytes=tensor_bytes)
 
 
-_predict_recurring = lru_cache(1024)(predict_call)  # shapes recur, and without a cache this would be a tenth of a small request's time
+_predict_recurring = lru_cache(1024)(predict_call)  # shapes recur: of requests, and of several sequences in one query
 
 
 def _output_scores(options: CallOptions, spec: LayerSpec) -> int:
@@ -136,11 +121,11 @@ def _selected(options: CallOptions, h: int) -> tuple[int, int]:
     return h if options.heads is None else len(options.heads), options.num_queries if options.queries is None else len(options.queries)
 
 
-def _shapes(options: CallOptions, reply: ReplyContents, spec: LayerSpec) -> dict[str, tuple[int, ...]]:
+def _shapes(options: CallOptions, outputs: Sequence[str], spec: LayerSpec) -> dict[str, tuple[int, ...]]:
     """Output name -> shape, with b, in the order of the request."""
     lengths = options.items, options.num_queries, options.num_keys
     requested: dict[str, tuple[int, ...]] = {}
-    for name in reply.outputs:
+    for name in outputs:
         weights = name == "attention_weights"
         requested |= _weights_shapes(options, spec.num_heads) if weights else {name: spec.output_shape(name, *lengths)}
     return requested

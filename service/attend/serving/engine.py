@@ -27,10 +27,10 @@ from attend.serving.metrics import Metrics, Phases
 from attend.serving.requests import Request
 from attend.serving.scheduler import Scheduler
 from attend.serving.sessions.locks import lock_for_call
-from attend.serving.sessions.reference import SessionReference, reference_of
 from attend.serving.sessions.registry import Session, SessionRegistry
+from attend.serving.sessions.rows import session_in_body
 from attend.serving.sessions.steps import STEP
-from attend.serving.shards import ShardedScheduler, Shards
+from attend.serving.shards import Shards
 from attend.serving.statistics import LayerStatistics
 from attend.serving.threads import usable_cores
 from attend.wire.codec import Decoded, Encoded
@@ -57,8 +57,8 @@ class Engine:
         self.wire_limits, self.admission, self.clock = wire_limits, Admission(limits), scheduler.clock
         self.codecs = CodecPool(min(2, usable_cores()))  # more would contend for the interpreter's lock
         self.renderer = FigureRenderer(self.clock)
-        self.submit, self.draw = scheduler.submit, self.renderer.draw
-        self.sessions: SessionRegistry | None = None
+        self.draw = self.renderer.draw
+        self.sessions: SessionRegistry | None = None  # web/app.py, with `session_memory`
 
     async def answer(self, request: Request, binding: Binding[Any], session_id: str = "") -> Encoded:
         """Decode, bind, compute and encode one call; its phases and log fields are written into the request.
@@ -72,36 +72,36 @@ class Engine:
             await self.unpack(request, self.wire_limits.max_body_bytes)
         size = request.size  # decoding takes the body out of the request
         if size <= INLINE_BYTES:
-            decoded, found = self.decode_and_bind(request, binding, session_id)
+            decoded, bound = self.decode_and_bind(request, binding, session_id)
         else:
-            decoded, found = await self.run(request, size, self.decode_and_bind, request, binding, session_id)
+            decoded, bound = await self.run(request, size, self.decode_and_bind, request, binding, session_id)
         try:
-            if not isinstance(found, SessionReference):
-                return await self.complete(request, decoded, found, started)
+            if bound is not None:
+                return await self.complete(request, decoded, bound, started)
             if decoded.sequence is not None:
                 binding = STEP
             asked = self.clock()
-            async with lock_for_call(self.require_sessions(), found, request) as session:
+            async with lock_for_call(self.require_sessions(), session_id, decoded, request) as session:
                 waited = self.clock() - asked
                 bound = await self.run_by_size(request, size, self.bind, request, decoded, binding, session)
                 return await self.complete(request, decoded, bound, started, waited)
         except RequestError as error:
             raise error.translated(decoded.translate) from None
 
-    def decode_and_bind(self, request: Request, binding: Binding[Any], session_id: str = "") -> tuple[Decoded, Prepared | SessionReference]:
-        """Decode the body and bind the call to its layer. A call with a session is not bound yet: it waits for earlier ones of it.
+    def decode_and_bind(self, request: Request, binding: Binding[Any], session_id: str = "") -> tuple[Decoded, Prepared | None]:
+        """Decode the body and bind the call to its layer. A call with a session is None yet: it waits for earlier ones of it.
 
         Raises AttendError, whose paths point into the body.
         """
         decoded = request.codec.decode(request.take_body(), request.parameters, binding.schema.tensor_kinds, self.wire_limits)
         try:
-            if not session_id and decoded.sequence is None and not binding.session_in_body:
+            in_body = session_in_body(decoded.members) if binding.session_in_body else None
+            if decoded.sequence is None and not session_id and in_body is None:
                 return decoded, self.bind(request, decoded, binding)
             if decoded.sequence is not None and self.sessions is None:
                 expected = "no sequence, since this server keeps none; `attend serve --session-memory BYTES` does"
                 raise InvalidRequest.where("/sequence", expected, decoded.sequence.id)
-            reference = reference_of(session_id, decoded, binding.session_in_body)
-            return decoded, self.bind(request, decoded, binding) if reference is None else reference
+            return decoded, None
         except RequestError as error:
             raise error.translated(decoded.translate) from None
 
@@ -134,7 +134,7 @@ class Engine:
             request.limit_seconds(decoded.timeout, started)
         try:
             self._reserve(request, decoded, bound)
-            outcome = await bound.binding.compute(self.submit, bound, request)
+            outcome = await bound.binding.compute(self.scheduler, bound, request)
             computed_at = self.clock()
             reply = await bound.binding.reply(self, bound, outcome.result, decoded, request)
         except BaseException:  # including CancelledError when the caller disconnects
@@ -192,12 +192,8 @@ class Engine:
 
     def use_shards(self, shards: Shards) -> None:
         """Let other processes compute parts of the calls that are too large for this one."""
-        self.submit = ShardedScheduler(self.scheduler, shards, self.codecs).submit
+        self.scheduler.shards = shards
         self.admission = Admission(self.admission.limits, shards.count)
-
-    def use_sessions(self, sessions: SessionRegistry) -> None:
-        """Let calls use these sessions."""
-        self.sessions = sessions
 
     def require_sessions(self) -> SessionRegistry:
         """The sessions. Raises SessionNotFound if this server keeps none."""

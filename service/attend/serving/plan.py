@@ -8,9 +8,8 @@ from attend.serving.analysis import ANALYSIS
 from attend.serving.binding import ATTEND, Binding
 from attend.serving.engine import Engine
 from attend.serving.requests import Request
-from attend.serving.sessions.reference import reference_of
 from attend.serving.sessions.registry import Session
-from attend.serving.sessions.rows import members_that_read
+from attend.serving.sessions.rows import members_that_read, session_in_body
 from attend.serving.sessions.steps import STEP
 from attend.tensors import DATATYPES
 from attend.wire.codec import Decoded
@@ -26,9 +25,9 @@ async def plan_call(engine: Engine, request: Request) -> Plan:
     await engine.unpack(request, engine.wire_limits.max_body_bytes)
     size = request.size  # decoding takes the body out of the request
     decoded = await engine.run(request, size, _decode, request, engine.wire_limits)
-    reference = reference_of("", decoded, in_body=True)
+    session_id = session_in_body(decoded.members)
     # on the event loop, as all sessions
-    session = None if reference is None else engine.require_sessions().find(reference.id, request.api_key, reference.at)
+    session = None if session_id is None else engine.require_sessions().find(session_id, request.api_key, "/session")
     return await engine.run(request, size, _plan, engine, decoded, session)
 
 

@@ -30,6 +30,7 @@ from attend.attention.call import Call
 from attend.attention.operations import Operation
 from attend.errors import AttendError, CallerGone, DeadlinePassed, OutOfMemory, Overloaded
 from attend.limits import BatchLimits, QueueLimits
+from attend.serving.admission import cost_of_part
 from attend.serving.batching import Job, form_batch
 from attend.serving.cost import Cost
 from attend.serving.executor import Outcome, Outcomes, compute
@@ -37,6 +38,7 @@ from attend.serving.faults import error_of_batch
 from attend.serving.metrics import Metrics
 from attend.serving.queueing import INLINE_OPERATIONS, FairQueue, Flow, Occupancy, Throughput, size_class
 from attend.serving.requests import TOO_LATE
+from attend.serving.shards import Shards, merge_results, split_call
 from attend.serving.threads import call_in_loop, lower_priority
 
 OVERHEAD_OPERATIONS = 1 << 20  # operations added to the cost of any call
@@ -65,6 +67,7 @@ class Scheduler:
     ) -> None:
         self.device, self.metrics, self.clock = device, metrics, clock
         self.limits, self.batch_limits = queue or QueueLimits(), batch or BatchLimits()
+        self.shards: Shards | None = None  # compute the jobs that are too large for one process; engine.py
         self.out_of_memory = 0  # consecutive calls that ran out of memory
         self.finished_at = -math.inf  # when the device last finished something
         self._finished = asyncio.Event()
@@ -115,10 +118,12 @@ class Scheduler:
     async def submit(self, job: Job) -> Outcome:
         """Compute a job and return its outcome.
 
-        Raises Overloaded, DeadlinePassed, OutOfMemory, CallerGone, or ServiceFault.
+        Raises Overloaded, DeadlinePassed, OutOfMemory, CallerGone, ServiceFault, or what `Shards.compute` raises.
         """
         job.arrived = self.clock()
         try:
+            if job.in_parts and self.shards is not None:
+                return await self._compute_in_parts(job, self.shards)
             if not self.computes_inline(job.cost, job.operation, job.call):
                 job.flow = Flow(job.request.caller, size_class(job.cost.operations))
                 return await self._enqueue(job)
@@ -162,6 +167,18 @@ class Scheduler:
 
     def close(self) -> None:
         self._thread.shutdown(wait=False)
+
+    async def _compute_in_parts(self, job: Job, shards: Shards) -> Outcome:
+        """The outcome of a job that the shards compute. Their results are merged on the device's thread."""
+        parts, deadline = split_call(job.call, shards.count), job.request.deadline
+        try:
+            async with asyncio.timeout(None if deadline is None else deadline - job.arrived):
+                results = await shards.compute(job.layer, parts, cost_of_part(job.cost, len(parts)))
+        except TimeoutError:
+            raise DeadlinePassed(TOO_LATE) from None
+        loop = asyncio.get_running_loop()
+        result = await loop.run_in_executor(self._thread, merge_results, job.layer.attention, job.call, results)
+        return Outcome(result, 0.0, self.clock() - job.arrived, 1, job.call.options.items, job.cost.operations)
 
     async def _enqueue(self, job: Job) -> Outcome:
         """Wait for the outcome of a call in the queue."""

@@ -5,7 +5,6 @@ shifts its query positions by the same amount, so causality, windows, lengths, r
 added once, in `merge_results`; parts are computed without it. `Shards` is the interface to the transport.
 """
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -19,15 +18,9 @@ from attend.attention.layer import MultiHeadAttention
 from attend.attention.masks import Masks
 from attend.attention.numerics import matmul_precision
 from attend.axes import CALL_TENSORS
-from attend.errors import DeadlinePassed, LayerConflict
-from attend.serving.admission import cost_of_part
-from attend.serving.batching import Job
-from attend.serving.codec_pool import CodecPool
+from attend.errors import LayerConflict
 from attend.serving.cost import Cost
-from attend.serving.executor import Outcome
 from attend.serving.layers.registry import LayerRegistry, LoadedLayer
-from attend.serving.requests import TOO_LATE
-from attend.serving.scheduler import Scheduler
 
 AFTER_PARTS = frozenset(name for name, field in CALL_TENSORS.items() if field.after_heads)  # tensors that parts do not have
 
@@ -40,27 +33,6 @@ class Shards(Protocol):
     async def compute(self, layer: LoadedLayer, parts: Sequence[Call], cost: Cost) -> list[Result]:
         """Compute the parts; `cost` is the predicted cost of one. Raises AttendError."""
         ...
-
-
-class ShardedScheduler:
-    """Submits jobs to the scheduler of this process, but those that are computed in parts to all shards."""
-
-    def __init__(self, scheduler: Scheduler, shards: Shards, codecs: CodecPool) -> None:
-        self.scheduler, self.shards, self.codecs = scheduler, shards, codecs
-
-    async def submit(self, job: Job) -> Outcome:
-        """As `Scheduler.submit`. Raises also what `Shards.compute` raises."""
-        if not job.in_parts:
-            return await self.scheduler.submit(job)
-        clock, call, attention = self.scheduler.clock, job.call, job.layer.attention
-        started, parts = clock(), split_call(call, self.shards.count)
-        try:
-            async with asyncio.timeout(None if job.request.deadline is None else job.request.deadline - started):
-                results = await self.shards.compute(job.layer, parts, cost_of_part(job.cost, len(parts)))
-        except TimeoutError:
-            raise DeadlinePassed(TOO_LATE) from None
-        result = await self.codecs.run(lambda: merge_results(attention, call, results), 0, job.request.caller)
-        return Outcome(result, 0.0, clock() - started, 1, call.options.items, job.cost.operations)
 
 
 def split_call(call: Call, shards: int) -> list[Call]:

@@ -85,7 +85,7 @@ def create_service(settings: Settings, clock: Callable[[], float] = time.monoton
     """The service with these settings; it has no layers yet."""
     service = open_service(settings.device, service_options(settings), clock)
     if settings.session_memory:
-        service.engine.use_sessions(_session_registry(settings, service))
+        service.engine.sessions = _session_registry(settings, service)
     return service
 
 

@@ -6,18 +6,19 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from attend.errors import DeadlinePassed, InvalidRequest
 from attend.serving.requests import TOO_LATE, Request
-from attend.serving.sessions.reference import SessionReference
 from attend.serving.sessions.registry import Session, SessionRegistry
-from attend.wire.codec import SequencePart
+from attend.wire.codec import Decoded, SequencePart
 from attend.wire.problems import describe_value
 from attend.wire.schemas.sessions import PostSession
 
 
-def lock_for_call(sessions: SessionRegistry, reference: SessionReference, request: Request) -> AbstractAsyncContextManager[Session]:
-    """Lock the session of a call."""
-    if reference.sequence is not None:
-        return lock_sequence(sessions, reference.layer, reference.sequence, request)
-    return lock_session(sessions, reference.id, request.api_key, request, reference.at)
+def lock_for_call(sessions: SessionRegistry, in_path: str, decoded: Decoded, request: Request) -> AbstractAsyncContextManager[Session]:
+    """Lock the session of a call: that of its sequence, else the one whose id its path has, if that is not "", else the one in its body."""
+    if decoded.sequence is not None:
+        return lock_sequence(sessions, decoded.members["layer"], decoded.sequence, request)
+    if in_path:
+        return lock_session(sessions, in_path, request.api_key, request)
+    return lock_session(sessions, decoded.members["session"], request.api_key, request, "/session")
 
 
 @asynccontextmanager

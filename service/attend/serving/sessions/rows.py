@@ -7,6 +7,7 @@ from attend.attention.call import Call
 from attend.axes import TENSOR_FIELDS
 from attend.errors import InvalidRequest, SessionConflict
 from attend.serving.sessions.registry import Session
+from attend.wire.problems import describe_value
 from attend.wire.schemas.attend import AttendRequest
 
 KEY_ROWS = [name for name, field in TENSOR_FIELDS.items() if field.new_rows and "k" in field]
@@ -21,6 +22,14 @@ def members_that_read(session: Session, members: Mapping[str, Any]) -> dict[str,
         if name in own:
             raise InvalidRequest.where(f"/{name}", f"no {name} beside session", name)
     return of_session(session, own)
+
+
+def session_in_body(members: Mapping[str, Any]) -> str | None:
+    """The id of the session that a request names in place of keys; None if it names none. Raises InvalidRequest."""
+    name = members.get("session")
+    if name is not None and not isinstance(name, str):
+        raise InvalidRequest.where("/session", "a string, the id of a session", describe_value(name))
+    return name
 
 
 def of_session(session: Session, members: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,12 +14,13 @@ from attend.attention.masks import Masks
 from attend.axes import GRADIENTS, MASKS, OTHERS
 from attend.errors import InvalidRequest, TooLarge, pointer
 from attend.serving.admission import Admission
-from attend.serving.binding import Binding, Prepared, Submit
+from attend.serving.binding import Binding, Prepared
 from attend.serving.calls import call_options, input_tensors, make_call, no_rows
-from attend.serving.cost import predict_call, reply_contents
+from attend.serving.cost import predict_call
 from attend.serving.executor import Outcome
 from attend.serving.prepared_cache import cache_key
 from attend.serving.requests import Request
+from attend.serving.scheduler import Scheduler
 from attend.serving.sessions.registry import Session
 from attend.serving.sessions.rows import KEY_ROWS, SEQUENCE_LENGTHS, given, of_session, require_rows
 from attend.spec import LayerSpec
@@ -54,11 +55,11 @@ class StepBinding(Binding[AttendRequest]):
             stop, options = request.num_keys, call_options(request, spec)
         else:
             request, stop = cached.request, session.length + (_new_rows(members) if step.append else 0)
-            options = replace(cached.options, num_keys=stop)
+            options = replace(cached.call.options, num_keys=stop)
         if session.capacity is not None and stop > session.capacity:
             at = "/key" if "key" in members else "/query"
             raise TooLarge.where(at, f"at most {session.capacity} rows (capacity)", str(stop))
-        cost = predict_call(options, reply_contents(request), spec, cached=session.length)
+        cost = predict_call(options, tuple(request.outputs), request.reply, spec, request.batched, cached=session.length)
         admission.require(cost)
         if cached is None:
             call = make_call(request, spec)
@@ -68,18 +69,18 @@ class StepBinding(Binding[AttendRequest]):
             inputs = input_tensors(members["query"], members.get("key"), members.get("value"), spec, request.reproducible)
             if not step.append:
                 inputs = (inputs[0], *no_rows(inputs[0], spec))
-            call = Call(options, *inputs, _at_length(cached.masks, session.length, stop))
+            call = Call(options, *inputs, _at_length(cached.call.masks, session.length, stop))
         require_rows(session, call)
         operation = CachedForwardPass(session.cache, session.length)
         log_fields = self.log_fields(request, layer, call, cost)
         return Prepared(self, request, layer, call, cost, operation, log_fields=log_fields, session=session)
 
-    async def compute(self, submit: Submit, bound: Prepared, request: Request) -> Outcome:
+    async def compute(self, scheduler: Scheduler, bound: Prepared, request: Request) -> Outcome:
         """As `Binding.compute`. Raises also OutOfMemory, and InvalidRequest for new rows that overflow."""
         session = bound.session
         assert session is not None
         await session.registry.reserve(session.cache, bound.call.masks.num_keys)
-        outcome = await super().compute(submit, bound, request)
+        outcome = await super().compute(scheduler, bound, request)
         session.require_finite_rows(bound.layer.spec)
         session.registry.metrics.count_step()
         return outcome
