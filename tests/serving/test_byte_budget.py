@@ -15,7 +15,7 @@ import pytest
 from attend.errors import CallerGone, DeadlinePassed, Overloaded
 from attend.serving.analysis import ANALYSIS
 from attend.serving.binding import ATTEND
-from attend.serving.byte_budget import MAX_RETRY_AFTER, RATE_TIME_CONSTANT, SHARE_OF_FREE, ByteBudget
+from attend.serving.byte_budget import MAX_RETRY_AFTER, RATE_TIME_CONSTANT, SHARE_OF_FREE, ByteBudget, Lease
 from attend.serving.figures import FIGURE
 from attend.serving.layer_requests import put_layer
 from attend.serving.layers.files import CheckpointQuery
@@ -40,7 +40,7 @@ def fill(budget: ByteBudget, caller: str) -> int:
     used = 0
     try:
         while True:
-            budget.lease(caller).add(PIECE)
+            Lease(budget, caller).add(PIECE)
             used += PIECE
     except Overloaded:
         return used
@@ -52,7 +52,7 @@ def test_one_caller_can_use_two_thirds_of_the_budget() -> None:
     most = CAPACITY * SHARE_OF_FREE // (SHARE_OF_FREE + 1)
     assert most - PIECE < fill(budget, "a") <= most
     with pytest.raises(Overloaded, match="request bodies and replies of one caller"):
-        budget.lease("a").add(PIECE)
+        Lease(budget, "a").add(PIECE)
 
 
 @pytest.mark.parametrize("greedy", [1, 2, 5])
@@ -68,30 +68,30 @@ def test_there_is_always_room_for_another_caller(greedy: int) -> None:
 def test_a_request_counts_as_at_most_half_of_the_budget() -> None:
     """So the largest request is admitted together with others."""
     budget = ByteBudget(CAPACITY)
-    budget.lease("others").add(CAPACITY // 5)
-    largest = budget.lease("a")
+    Lease(budget, "others").add(CAPACITY // 5)
+    largest = Lease(budget, "a")
     largest.add(3 * CAPACITY)
     assert budget.held == CAPACITY // 5 + 3 * CAPACITY
     with pytest.raises(Overloaded):
-        budget.lease("b").add(3 * CAPACITY)
-    budget.lease("b").add(PIECE)
+        Lease(budget, "b").add(3 * CAPACITY)
+    Lease(budget, "b").add(PIECE)
     largest.resize(0)
-    budget.lease("b").add(3 * CAPACITY)
+    Lease(budget, "b").add(3 * CAPACITY)
 
 
 def test_all_callers_together_stay_within_the_budget() -> None:
     """The refusal names the setting."""
     budget = ByteBudget(CAPACITY)
-    budget.lease("a").add(CAPACITY // 2)
-    budget.lease("b").add(CAPACITY // 4)
+    Lease(budget, "a").add(CAPACITY // 2)
+    Lease(budget, "b").add(CAPACITY // 4)
     with pytest.raises(Overloaded, match=f"{CAPACITY} bytes in all .max_buffered_bytes"):
-        budget.lease("c").add(CAPACITY // 2)
+        Lease(budget, "c").add(CAPACITY // 2)
 
 
 def test_check_room_takes_no_bytes_and_a_lease_returns_all() -> None:
     """`resize` counts bytes that are in memory already without a check."""
     budget = ByteBudget(CAPACITY)
-    with budget.lease("a") as lease:
+    with Lease(budget, "a") as lease:
         lease.check_room(CAPACITY // 2)
         assert budget.held == 0
         lease.resize(10 * CAPACITY)
@@ -107,13 +107,13 @@ def test_rule_14_retry_after_is_estimated_from_the_rate_of_released_bytes() -> N
     """Where nothing is released, it is the largest value."""
     now = [100.0]
     budget, size = ByteBudget(1000, lambda: now[0]), 100
-    leases = [budget.lease(str(caller)) for caller in range(10)]
+    leases = [Lease(budget, str(caller)) for caller in range(10)]
     for lease in leases:
         lease.resize(size)
 
     def wait(caller: str, size: int) -> int:
         with pytest.raises(Overloaded) as refusal:
-            budget.lease(caller).check_room(size)
+            Lease(budget, caller).check_room(size)
         return refusal.value.retry_after
 
     assert wait("new", size) == MAX_RETRY_AFTER
@@ -289,7 +289,7 @@ def test_rule_13_every_reply_is_reserved_at_its_size(method: str, path: str) -> 
                 await asyncio.sleep(0.001)
             await loop_iterations()
             size = budget.held
-            with budget.lease("192.0.2.2") as other, budget.lease("192.0.2.3") as third:
+            with Lease(budget, "192.0.2.2") as other, Lease(budget, "192.0.2.3") as third:
                 for lease in (other, third):
                     lease.resize((budget.capacity - size - 30_000) // 2)  # leaves room for the body
                 refused = ask()
@@ -358,7 +358,7 @@ def test_rule_13_words_of_links_count_against_the_budget() -> None:
             refused = await reply(app, "/attend/analysis")
             assert (refused.status, "max_reply_bytes" in refused.reply.decode(), bool(_computed(app))) == (413, True, False)
         async with serving(max_buffered_bytes=1 << 20) as app:
-            with app.state.service.budget.lease("192.0.2.2") as other:
+            with Lease(app.state.service.budget, "192.0.2.2") as other:
                 other.resize(500_000)
                 refused = await reply(app, "/attend/analysis")
             assert (refused.status, "max_buffered_bytes" in refused.reply.decode(), bool(_computed(app))) == (429, True, False)
@@ -376,7 +376,7 @@ def test_rule_13_decoded_numbers_count_against_the_budget() -> None:
             service = app.state.service
             for taken in (0, 600_000):  # by another caller
                 budget, used = ByteBudget(1 << 20), []
-                with budget.lease("another") as other, budget.lease("caller") as lease:
+                with Lease(budget, "another") as other, Lease(budget, "caller") as lease:
                     other.add(taken)
                     lease.add(len(body))
                     look = partial(lambda budget, used: bool(used.append(budget.held)), budget, used)

@@ -208,7 +208,7 @@ def test_a_compressed_body_is_decoded_as_one_of_its_true_size() -> None:
             return asyncio.create_task(service.engine.answer(request, ATTEND))
 
         text = b'{"layer": "layer", "outputs": ["output"], "query": [[1, 2, 3, 4, 5, 6]]}'
-        with service.budget.lease("a") as lease:
+        with Lease(service.budget, "a") as lease:
             large = [answered(LARGE_BYTES, lease)]
             await work.until_entered()
             large += [answered(LARGE_BYTES) for _ in range(3)]

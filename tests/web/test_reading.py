@@ -12,7 +12,7 @@ from uvicorn.loops.auto import auto_loop_factory
 from uvicorn.server import ServerState
 
 from attend.web.connections import OPTIONS_KEY, Connection, ConnectionOptions
-from attend.web.reading import CALLBACKS_OF_A_TURN, PIECE_BYTES, Flow, Turns
+from attend.web.reading import CALLBACKS_OF_A_TURN, PIECE_BYTES, ReadingControl, Turns
 from support.waiting import PATIENCE
 
 GET = b"GET / HTTP/1.1\r\nX: %s\r\n\r\n" % (b"a" * 170)
@@ -179,7 +179,7 @@ class Reading:
 @pytest.mark.parametrize("released_first", [False, True])
 def test_bytes_are_read_while_neither_uvicorn_nor_the_parser_waits(released_first: bool) -> None:
     async def test() -> None:
-        flow = Flow(transport := Reading())
+        flow = ReadingControl(transport := Reading())
         flow.pause_reading()
         flow.hold()
         assert not transport.reading

@@ -27,24 +27,23 @@ from attend.serving.executor import Outcome
 from attend.serving.layer_checks import check_against_layer
 from attend.serving.layers.registry import LoadedLayer
 from attend.serving.prepared_cache import cache_key
-from attend.serving.replies import MANY_PIECES, compress, joined
 from attend.serving.requests import Request
 from attend.serving.scheduler import Scheduler
 from attend.serving.sessions.registry import Session
 from attend.serving.sessions.rows import members_that_read, require_rows
 from attend.spec import LayerSpec
 from attend.tensors import BY_TORCH, shape_alone
-from attend.wire.codec import Decoded, Encoded, Reply
+from attend.wire.codec import MANY_PIECES, Decoded, Encoded, Reply, joined
+from attend.wire.compression import compress
 from attend.wire.problems import validate
 from attend.wire.schemas.attend import AttendRequest, Past
 
 R = TypeVar("R", bound=AttendRequest)
 T = TypeVar("T")
-Check = Callable[[], None]  # raises if the caller no longer waits
 INDIVISIBLE = ("dropout", *(name for name, field in TENSOR_FIELDS.items() if not field.divisible))  # fields of calls that are never cut
 
 NO_NUMBERS = torch.empty(0)
-MAX_QUERIES = 4096  # of a request that is kept: positions of more would take memory, and to prepare it is quick beside such a call
+MAX_KEPT_QUERIES = 4096  # of a request that is kept: positions of more would take memory, and to prepare it is quick beside such a call
 
 
 class Prepared(NamedTuple):
@@ -52,7 +51,7 @@ class Prepared(NamedTuple):
     arrays are cast to the layer's dtype. One that a cache keeps (`without_numbers`) is the same for all requests of its shape."""
 
     binding: "Binding[Any]"
-    request: Any  # validated, of the binding's schema; None for a part of a call that another process has prepared
+    request: Any  # validated, of the binding's schema
     layer: LoadedLayer
     call: Call
     cost: Cost
@@ -68,7 +67,9 @@ class Prepared(NamedTuple):
         request, call = self.request, self.call
         arrays = given_arrays(request)
         others = tuple(name for name in arrays if name not in INPUTS)
-        if call.masks.positions.shape[1] > MAX_QUERIES or (others and request.query_offset == "end"):  # the last key that is not masked
+        if call.masks.positions.shape[1] > MAX_KEPT_QUERIES or (
+            others and request.query_offset == "end"
+        ):  # the last key that is not masked
             return None
         shapes = {name: shape_alone(array.shape, array.dtype) for name, array in arrays.items()}
         no_masks: dict[str, Any] = dict.fromkeys(name for name in MASK_TENSORS if name != "positions") | {"bias_blocks": False}
@@ -99,13 +100,13 @@ class Prepared(NamedTuple):
 
 
 class Threads(Protocol):
-    """The threads that write replies, for the request that they are the replies to."""
+    """The threads of an engine that write replies, for the request that they are the replies to."""
 
     async def run(self, request: Request, size: int, function: Callable[..., T], *args: Any) -> T:
         """Run a function that writes `size` bytes in a thread of the codec pool."""
         ...
 
-    async def draw(self, drawing: Callable[[Check], T], request: Request) -> T:
+    async def draw(self, drawing: Callable[[Callable[[], None]], T], request: Request) -> T:
         """Run a function in the thread that draws; it calls its argument at intervals."""
         ...
 
@@ -218,7 +219,7 @@ class Binding(Generic[R]):
         reply = self.build_reply(bound, result)
         headers, pieces = request.reply_codec.encode(reply, bound.request.reply, decoded.reply_format)
         if request.reply_coding:
-            return compress(headers, pieces, request.reply_coding)
+            return compress((headers, pieces), request.reply_coding)
         return headers, pieces if len(pieces) < MANY_PIECES else joined(pieces)
 
     def build_reply(self, bound: Prepared, result: Result) -> Reply:

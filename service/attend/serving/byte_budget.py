@@ -31,10 +31,6 @@ class ByteBudget(FairShare[str]):
         self.held = 0  # like `used`, with all bytes of each request
         self._released, self._at = 0.0, clock()  # decaying sum of the bytes given back, and the time of its last update
 
-    def lease(self, caller: str) -> "Lease":
-        """A lease for one request of this caller. It starts with 0 bytes and releases them at the end of its `with` block."""
-        return Lease(self, caller)
-
     def check_room(self, caller: str, size: int) -> None:
         """Raises Overloaded if the caller may not take `size` more bytes. Does not take them."""
         if (lacking := self.shortage(caller, size)) is None:
@@ -54,7 +50,8 @@ class ByteBudget(FairShare[str]):
 
 
 class Lease:
-    """The bytes of a ByteBudget that one request uses, from the arrival of its body until its reply is sent."""
+    """The bytes of a ByteBudget that one request of a caller uses, from the arrival of its body until its reply is sent. It starts with 0
+    bytes; a `with` block releases them at its end."""
 
     __slots__ = ("budget", "caller", "held", "used")  # all bytes, and those that the budget counts
 

@@ -115,7 +115,10 @@ class Engine:
             expected = f"at most {request.reply_codec.largest_text} bytes of words in a safetensors reply; ask for fewer links, or for JSON"
             raise TooLarge.where("", expected, f"up to {bound.cost.word_bytes}")
         if request.reply_codec.largest_reply is not None:
-            _require_small_reply(bound, *request.reply_codec.largest_reply)
+            setting, largest = request.reply_codec.largest_reply
+            if (tensor_bytes := bound.cost.tensor_bytes) > largest:
+                expected = f"a reply of at most {largest} bytes ({setting}); ask for fewer outputs, or over HTTP"
+                raise TooLarge.where("", expected, str(tensor_bytes))
         shares_batches = (bound.operation.largest_batch or self.scheduler.batch_limits.calls) > 1
         if shares_batches and not self.scheduler.computes_inline(bound.cost, bound.operation, bound.call):
             return bound._replace(batch_key=batch_key(bound.layer, bound.call, bound.operation))
@@ -214,9 +217,3 @@ def bytes_in_memory(values: Iterable[Any], tensors: Iterable[Tensor]) -> int:
     sizes = {array.__array_interface__["data"][0]: array.nbytes for array in arrays if array.size}
     sizes |= {storage.data_ptr(): storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)}
     return sum(sizes.values())
-
-
-def _require_small_reply(bound: Prepared, setting: str, largest: int) -> None:
-    """Raises TooLarge if the reply's tensors have more than `largest` bytes."""
-    if (size := bound.cost.tensor_bytes) > largest:
-        raise TooLarge.where("", f"a reply of at most {largest} bytes ({setting}); ask for fewer outputs, or over HTTP", str(size))

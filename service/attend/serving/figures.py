@@ -24,16 +24,16 @@ from attend.attention.operations import FORWARD, Operation
 from attend.errors import CallerGone, DeadlinePassed, InvalidRequest, NotAcceptable, TooLarge
 from attend.heads.figures import FigureSpec, compose, draw, operation_for
 from attend.serving.analysis import counted_queries
-from attend.serving.binding import Binding, Check, Prepared, Threads, refuse_fully_masked
+from attend.serving.binding import Binding, Prepared, Threads, refuse_fully_masked
 from attend.serving.cost import Cost
 from attend.serving.fair_share import FairShare
 from attend.serving.layer_checks import refuse_packed
 from attend.serving.layers.registry import LoadedLayer
-from attend.serving.replies import compress
 from attend.serving.requests import Request
 from attend.serving.threads import lower_priority
 from attend.spec import LayerSpec
-from attend.wire.codec import Decoded, Encoded, Headers
+from attend.wire.codec import Decoded, Encoded
+from attend.wire.compression import compress
 from attend.wire.negotiation import PICTURES
 from attend.wire.schemas.attend import Past
 from attend.wire.schemas.figure import FigureRequest
@@ -143,7 +143,7 @@ class FigureRenderer:
         self.waiting = FairShare[str](MAX_WAITING, times=1, least=1)  # number of drawings of each caller
         self._seconds = 0.5  # moving average of the seconds per figure
 
-    async def draw(self, drawing: Callable[[Check], T], request: Request) -> T:
+    async def draw(self, drawing: Callable[[Callable[[], None]], T], request: Request) -> T:
         """Run `drawing` in the thread and return its result; it calls its argument at intervals.
 
         Raises Overloaded, DeadlinePassed, CallerGone, and what `drawing` raises.
@@ -159,7 +159,7 @@ class FigureRenderer:
             except TimeoutError:
                 raise _too_late() from None
 
-    def _draw(self, drawing: Callable[[Check], T], deadline: float, gone: Callable[[], bool]) -> T:
+    def _draw(self, drawing: Callable[[Callable[[], None]], T], deadline: float, gone: Callable[[], bool]) -> T:
         started = self.clock()
 
         def check() -> None:
@@ -177,14 +177,14 @@ class FigureRenderer:
         self._thread.shutdown(wait=False)
 
 
-def _reply(bound: Prepared, result: Result, coding: str, check: Check) -> Encoded:
+def _reply(bound: Prepared, result: Result, coding: str, check: Callable[[], None]) -> Encoded:
     """The picture of a result, with this Content-Encoding."""
     spec = figure_spec(bound.request, bound.layer.spec)
     metadata = {"Source": f"layer {bound.layer.name}", "Fingerprint": bound.layer.fingerprint}
     picture = draw(compose(spec, result.tensors, metadata), spec, check)
     media_type = next(media for media, format in PICTURES.items() if format == spec.format)
-    headers: Headers = ((b"content-type", media_type.encode()),)
-    return compress(headers, [picture], coding) if coding and spec.format != "png" else (headers, [picture])  # PNG is compressed already
+    reply: Encoded = ((b"content-type", media_type.encode()),), [picture]
+    return compress(reply, coding) if coding and spec.format != "png" else reply  # PNG is compressed already
 
 
 def _start() -> None:

@@ -27,8 +27,6 @@ FILE_BYTES = {"counter": 1 << 17, "gauge_livesum": 1 << 14, "gauge_livemax": 1 <
 
 PHASE_BUCKETS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
-PHASES = ("decode", "queue", "compute", "encode")
-
 
 class Phases(NamedTuple):
     """Seconds that a request spent in each phase."""
@@ -151,7 +149,7 @@ class Metrics:
         self._bytes = [0, 0]  # received, sent
         self._collectors: list[Collector] = []
         self._phases = PlainHistogram(
-            "attend_phase_seconds", "Time a request spends in a phase.", PHASE_BUCKETS, self.folder, "phase", PHASES
+            "attend_phase_seconds", "Time a request spends in a phase.", PHASE_BUCKETS, self.folder, "phase", Phases._fields
         )
         batches = PlainHistogram("attend_batch_calls", "Calls in a batch.", (1, 2, 4, 8, 16, 32, 64), self.folder)
         self.count_call, self.count_batch = self._phases.observe, batches.observe

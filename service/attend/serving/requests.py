@@ -12,7 +12,6 @@ from attend.wire.compression import unpack, unpack_start
 from attend.wire.negotiation import CODECS, JSON
 
 TOO_LATE = "the caller's deadline (X-Request-Timeout, or the protocol's own) passed before there was an answer"
-NO_PARAMETERS: Mapping[str, str] = {}
 
 
 def never() -> bool:

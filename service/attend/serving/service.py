@@ -29,7 +29,6 @@ from attend.serving.statistics import LayerStatistics
 from attend.spec import LayerSpec
 
 T = TypeVar("T")
-Close = Callable[[], Coroutine[Any, Any, Any]]
 STATM = Path("/proc/self/statm")
 NO_PAGES: Mapping[str, str] = {}
 log = structlog.get_logger("attend")
@@ -200,14 +199,14 @@ class ShutdownGate:
 
     def __init__(self) -> None:
         self._closing = asyncio.Event()
-        self._servers: list[Close] = []
+        self._servers: list[Callable[[], Coroutine[Any, Any, Any]]] = []
         self._tasks: list[asyncio.Task[Any]] = []
 
     @property
     def open(self) -> bool:
         return not self._closing.is_set()
 
-    def add(self, close: Close) -> None:
+    def add(self, close: Callable[[], Coroutine[Any, Any, Any]]) -> None:
         """Registers a server to be closed with this gate; its `close` returns when the calls that it had accepted are answered."""
         self._servers.append(close)
 

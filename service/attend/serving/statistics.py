@@ -23,7 +23,7 @@ from attend.serving.shared_counts import are_shared, new_counts, read_counts
 from attend.tensors import Array
 
 MAX_BATCH_SIZES = 256  # most batch sizes with a row of their own: callers choose batch sizes, so a table must be bounded
-FAILED, OTHERS = -1, -2  # used as batch sizes: failed calls, and calls of sizes without a row
+FAILED, OTHER_SIZES = -1, -2  # used as batch sizes: failed calls, and calls of sizes without a row
 
 
 class Totals(NamedTuple):
@@ -171,7 +171,7 @@ class _Table:
     def row(self, size: int) -> memoryview:
         if (row := self.rows.get(size)) is None:
             if size >= 0 and len(self.rows) >= MAX_BATCH_SIZES:
-                return self.row(OTHERS)
+                return self.row(OTHER_SIZES)
             row = self.rows[size] = memoryview(self.numbers[len(self.rows)])  # faster than numpy for single numbers
             row[SIZE] = size
         return row

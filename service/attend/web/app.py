@@ -15,13 +15,13 @@ from attend.serving.service import NO_PAGES, Service, ServiceOptions, open_servi
 from attend.serving.sessions.ids import default_replica, new_process
 from attend.serving.sessions.registry import SessionRegistry
 from attend.settings import Settings
+from attend.web import replies
 from attend.web.access_log import AccessLog
 from attend.web.application import Application
 from attend.web.connections import OPTIONS_KEY, ConnectionOptions
 from attend.web.cors import Cors
 from attend.web.guard import Guard
 from attend.web.keys import Keyring
-from attend.web.replies import Replies
 from attend.web.requests import Handler
 from attend.web.slow_peers import SlowPeerTimer
 from attend.web.telemetry import start_telemetry
@@ -78,7 +78,7 @@ def _middleware(settings: Settings, keyring: Keyring | None, access_log: AccessL
         handle = Guard(handle, hosts, origins, keyring)
     if origins:
         handle = Cors(handle, origins)
-    return Replies(access_log.around(handle))
+    return replies.around(access_log.around(handle))
 
 
 def create_service(settings: Settings, clock: Callable[[], float] = time.monotonic) -> Service:

@@ -51,7 +51,7 @@ from attend.web.http_parser import (
     Parser,
     Refused,
 )
-from attend.web.reading import CALLBACKS_OF_A_TURN, PIECE_BYTES, Flow, Turns
+from attend.web.reading import CALLBACKS_OF_A_TURN, PIECE_BYTES, ReadingControl, Turns
 from attend.web.slow_peers import PeerState, SlowPeerTimer
 from attend.wire.negotiation import PROBLEM_JSON
 
@@ -93,7 +93,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self.flow: Flow = Flow(transport)
+        self.flow: ReadingControl = ReadingControl(transport)
         self.app_state = {**self.app_state, CONNECTION_KEY: self}  # uvicorn copies this dictionary into each scope
         self.lost = False  # whether the peer has disconnected
         self._body = self._framing = 0  # bytes of the current body; bytes of the current head, or of chunk headers

@@ -5,7 +5,8 @@ from collections.abc import Awaitable, Sequence
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import Receive, Scope, Send
 
-from attend.web.requests import Handler, HttpRequest, request_of
+from attend.web.connections import REQUEST_KEY
+from attend.web.requests import Handler, HttpRequest
 
 EXPOSED_HEADERS = ("X-Request-Id", "Server-Timing", "Retry-After")  # to pages of other origins
 
@@ -22,6 +23,6 @@ class Cors:
 
     async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
         """A request that is no preflight request, with a `send` that adds headers."""
-        request = request_of(scope)
+        request: HttpRequest = scope[REQUEST_KEY]
         request.send = send
         await self.handle(request)

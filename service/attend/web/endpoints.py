@@ -47,8 +47,6 @@ LAYER = (LayerNotFound, LayerUnloaded)  # refusals of an endpoint that finds a l
 SESSION = (SessionNotFound, SessionEnded, WrongReplica)  # of one that finds a session
 TIMED = (InvalidRequest, DeadlinePassed)  # of one without a body that has a deadline
 MAX_QUERY_PARAMETERS = 64  # no endpoint has more than a few
-NO_PARAMETERS: Mapping[str, str] = {}
-NO_ENDPOINTS: Mapping[str, Endpoint] = {}
 F = TypeVar("F", bound=Callable[..., Awaitable[Response]])
 
 
@@ -120,11 +118,11 @@ class EndpointTable:
         if path.startswith("/v2/"):  # below it, a path may end in a slash
             path = path.rstrip("/")
         if (found := self._exact.get(path)) is not None:
-            return found, NO_PARAMETERS
+            return found, {}
         for pattern, endpoints in self._patterns.get(path.count("/"), {}).items():
             if (match := pattern.fullmatch(path)) is not None:
                 return endpoints, match.groupdict()
-        return NO_ENDPOINTS, NO_PARAMETERS
+        return {}, {}
 
     def grpc_scopes(self) -> dict[str, frozenset[str]]:
         """The scopes of which a key needs one, by the name of the gRPC method."""
@@ -135,7 +133,7 @@ class EndpointTable:
         pairs, method = scope["headers"], scope["method"]
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         headers = dict(pairs)
-        endpoints, parameters = (exact, NO_PARAMETERS) if (exact := self._exact.get(path)) is not None else self.find(path)
+        endpoints, parameters = (exact, {}) if (exact := self._exact.get(path)) is not None else self.find(path)
         endpoint = endpoints.get("GET" if method == "HEAD" else method)
         label = endpoint.path if endpoint is not None else next(iter(endpoints.values())).path if endpoints else OTHER
         connection = scope["state"].get(CONNECTION_KEY) if "state" in scope else None

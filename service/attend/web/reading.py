@@ -14,7 +14,7 @@ PIECE_BYTES = 2048  # bytes that the parser gets at a time, except of a body of 
 CALLBACKS_OF_A_TURN = 256  # requests, headers and parts of bodies, about a millisecond; less than a read of 256 KiB in large chunks has
 
 
-class Flow(FlowControl):
+class ReadingControl(FlowControl):
     """Pauses reading if uvicorn does, and while `held`: as long as received bytes are not parsed."""
 
     def __init__(self, transport: Any) -> None:

@@ -1,4 +1,4 @@
-"""Replies: `Replies` is the middleware that every reply passes; the responses with calls and with files."""
+"""Replies: the middleware that every reply passes; the responses with calls and with files."""
 
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
@@ -16,13 +16,10 @@ MAX_JOINED_BYTES = 64 * 1024  # replies up to this size, in bytes, are joined: c
 MAX_DRAINED_BYTES = 64 << 20  # largest body of a refused request that is read and discarded
 
 
-class Replies:
+def around(handle: Handler) -> Handler:
     """Middleware that adds the headers of every reply, sends long replies in pieces, and releases the lease once the reply is sent."""
 
-    def __init__(self, handle: Handler) -> None:
-        self.handle = handle
-
-    async def __call__(self, request: HttpRequest) -> None:
+    async def replied(request: HttpRequest) -> None:
         send, connection, is_head = request.send, request.connection, request.method == "HEAD"
 
         async def observed_send(message: Message) -> None:
@@ -43,7 +40,7 @@ class Replies:
 
         request.send = observed_send
         try:
-            await self.handle(request)
+            await handle(request)
             if connection is not None and request.sent > MAX_UNSPLIT_REPLY:
                 await connection.wait_until_sent()
         finally:
@@ -51,6 +48,8 @@ class Replies:
             request.scope.pop(REQUEST_KEY, None)
             if request.lease is not None:
                 request.lease.resize(0)
+
+    return replied
 
 
 def _begin(request: HttpRequest, message: Message) -> None:

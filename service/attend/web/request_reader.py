@@ -7,13 +7,12 @@ from ipaddress import IPv6Network
 
 from attend.errors import CallerGone, DeadlinePassed, InvalidRequest, MalformedBody, TooLarge
 from attend.serving.byte_budget import Lease
-from attend.serving.requests import NO_PARAMETERS
 from attend.web.requests import HttpRequest
 from attend.wire.codec import Codec
 from attend.wire.compression import coding_of_reply
 from attend.wire.negotiation import CODECS, FILE_CODEC, media_type_of_body, media_type_of_reply
 
-Limit = tuple[str, int]  # (name of the setting or "" without one, bytes)
+NO_PARAMETERS: Mapping[str, str] = {}
 UNIX_SOCKET = "unix socket"  # the caller without an address; "" is the process itself
 UNCHECKED_BYTES = 64 * 1024  # a body of at most this many bytes is checked against the byte budget only as it is read
 
@@ -108,8 +107,9 @@ def deadline_of(request: HttpRequest) -> float | None:
     return service.clock() + seconds
 
 
-async def _pieces(request: HttpRequest, limit: Limit, lease: Lease) -> list[bytes]:
-    """The pieces of the body. The lease grows as bytes arrive, so bytes that are declared and never sent do not count."""
+async def _pieces(request: HttpRequest, limit: tuple[str, int], lease: Lease) -> list[bytes]:
+    """The pieces of the body. The lease grows as bytes arrive, so bytes that are declared and never sent do not count. `limit`: the name of
+    the setting, "" without one, and its bytes."""
     if (content_length := request.headers.get(b"content-length")) is not None:
         if not content_length.isdigit():
             raise MalformedBody.where("", "a Content-Length", "something else")
@@ -132,6 +132,6 @@ async def _pieces(request: HttpRequest, limit: Limit, lease: Lease) -> list[byte
     return pieces
 
 
-def _too_large(limit: Limit, got: str) -> TooLarge:
+def _too_large(limit: tuple[str, int], got: str) -> TooLarge:
     setting, size = limit
     return TooLarge.where("", f"a body of at most {size} bytes" + (f" ({setting})" if setting else ""), got)

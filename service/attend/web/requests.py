@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 from attend.errors import AttendError
 from attend.serving.requests import Request
 from attend.serving.service import Service
-from attend.web.connections import REQUEST_KEY, Connection
+from attend.web.connections import Connection
 from attend.web.parameters import Parameters
 
 OTHER = "other"  # label of all paths where nothing is served
@@ -101,12 +101,6 @@ class Endpoint:
 def is_v2(path: str) -> bool:
     """Whether a path is one of the Open Inference Protocol, which has its own form of refusals."""
     return path == "/v2" or path.startswith("/v2/")
-
-
-def request_of(scope: Scope) -> HttpRequest:
-    """The request with this scope."""
-    request: HttpRequest = scope[REQUEST_KEY]
-    return request
 
 
 def valid_request_id(given: str | None) -> str:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
-from attend.serving.metrics import PHASE_BUCKETS, PHASES
+from attend.serving.metrics import PHASE_BUCKETS, Phases
 from attend.serving.requests import Request
 from attend.serving.service import Service
 from attend.version import __version__
@@ -146,9 +146,8 @@ class Telemetry:
         if failed:
             span.set_status(self._failed)
         if request.phases is not None:
-            took = [getattr(request.phases, name) for name in PHASES]
-            at = now - int(sum(took) * 1e9)
-            for name, phase in zip(PHASES, took, strict=True):
+            at = now - int(sum(request.phases) * 1e9)
+            for name, phase in zip(Phases._fields, request.phases, strict=True):
                 child = self._tracer.start_span(name, self._in_context(span), start_time=at)
                 at += int(phase * 1e9)
                 child.end(at)

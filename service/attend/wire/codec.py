@@ -5,7 +5,7 @@ sent as bytes). `negotiation.py` has those of the service's own endpoints; `wire
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeAlias
 
@@ -13,9 +13,10 @@ from attend.errors import Problem, Translate
 from attend.tensors import Array
 from attend.wire.schemas.attend import ReplyOptions
 
-Headers: TypeAlias = tuple[tuple[bytes, bytes], ...]
+MANY_PIECES = 16  # of a reply: fewer are sent as they are, so that binary tensors are not copied
+PIECE_BYTES = 1 << 16  # of what short pieces are joined to
 Buffer: TypeAlias = bytes | memoryview  # a piece of an encoded reply; its len() is its bytes
-Encoded: TypeAlias = tuple[Headers, list[Buffer]]  # a reply: the headers that describe its bytes, and its bytes in pieces
+Encoded: TypeAlias = tuple[tuple[tuple[bytes, bytes], ...], list[Buffer]]  # a reply: the headers that describe its bytes, and its pieces
 
 
 class SequencePart(NamedTuple):
@@ -87,3 +88,17 @@ class Codec:
     writes_text: bool = True  # whether replies have numbers as text, which is larger than their bytes
     largest_text: float = math.inf  # bytes of text in a reply, if the format limits it
     largest_reply: tuple[str, int] | None = None  # (setting, largest reply in bytes), if the protocol limits replies
+
+
+def joined(pieces: Sequence[Buffer]) -> list[Buffer]:
+    """The same bytes, with short pieces joined: the event loop sends each piece by itself, and a reply of thousands of tensors has many."""
+    whole: list[Buffer] = []
+    some: list[Buffer] = []  # what the next piece has so far
+    size = 0
+    for piece in pieces:
+        if some and size + len(piece) > PIECE_BYTES:
+            whole.append(some[0] if len(some) == 1 else b"".join(some))
+            some, size = [], 0
+        some.append(piece)
+        size += len(piece)
+    return [*whole, b"".join(some)]

@@ -4,7 +4,7 @@ import zlib
 from collections.abc import Sequence
 
 from attend.errors import MalformedBody, TooLarge, UnsupportedMediaType
-from attend.wire.codec import Buffer
+from attend.wire.codec import Buffer, Encoded
 from attend.wire.negotiation import name_and_quality
 
 WINDOWS = {"gzip": 16 + zlib.MAX_WBITS, "x-gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
@@ -93,3 +93,9 @@ def coding_of_reply(accept_encoding: str, always: bool) -> str:
     wanted = {name: quality for name, quality in map(name_and_quality, accept_encoding.split(",")) if name and quality > 0}
     usable = sorted((name for name in wanted if name in ("gzip", "deflate")), key=lambda name: -wanted[name])
     return usable[0] if usable and (always or list(wanted) == usable[:1]) else ""
+
+
+def compress(reply: Encoded, coding: str) -> Encoded:
+    """The reply with this Content-Encoding."""
+    headers, pieces = reply
+    return (*headers, (b"content-encoding", coding.encode())), pack(pieces, coding)

@@ -18,13 +18,13 @@ from attend.errors import InvalidRequest, MalformedBody, RequestError, TooLarge,
 from attend.limits import JSON_TEXT_BYTES, WireLimits
 from attend.tensors import BY_SAFETENSORS, Array, Datatype, datatype_of, raw
 from attend.wire.arrays import MAX_RANK, array_of_bytes, wire_array
-from attend.wire.codec import Buffer, Decoded, Encoded, Headers, Reply
+from attend.wire.codec import Buffer, Decoded, Encoded, Reply
 from attend.wire.json import reader
 from attend.wire.json.strict import DEFAULT_LIMITS, parse_strictly
 from attend.wire.schemas.attend import ReplyOptions
 
 MEDIA_TYPE = "application/vnd.safetensors"
-HEADERS: Headers = ((b"content-type", MEDIA_TYPE.encode()),)
+HEADERS = ((b"content-type", MEDIA_TYPE.encode()),)
 MAX_HEADER_BYTES = 4 * 1024 * 1024  # of a header; the bound on its values allows about ten thousand tensors
 LARGEST_TEXT = MAX_HEADER_BYTES // 2  # bytes of text in a reply; the other half is for the tensors' entries
 MAX_CACHED_BYTES = 4096  # bytes of a header whose parsed entries are cached, and of the metadata of one whose text is

@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from attend.errors import DeadlinePassed, InvalidRequest, Overloaded
-from attend.serving.byte_budget import ByteBudget
+from attend.serving.byte_budget import ByteBudget, Lease
 from attend.serving.streams import MessageReader, message_reader
 from attend.web.grpc.calls import MAX_STREAMS
 from attend.web.grpc.calls import address_of as address_of_peer
@@ -198,19 +198,19 @@ def test_a_message_being_read_counts_as_the_largest_message() -> None:
         budget, call = ByteBudget(1000), Call()
         reader = message_reader(budget, 100, 60)
         assert reader.count == 5
-        with budget.lease("a") as lease:
+        with Lease(budget, "a") as lease:
             reading = asyncio.create_task(reader.read(call.read, lease))
             await call.reads.wait()
             assert budget.held == 100
             call.message.set_result(b"seven b")
             assert await reading == b"seven b"
             assert budget.held == 7
-            with budget.lease("b") as second, budget.lease("c") as third, pytest.raises(Overloaded):
+            with Lease(budget, "b") as second, Lease(budget, "c") as third, pytest.raises(Overloaded):
                 second.add(500)
                 third.add(500)
         none = Call()
         none.message.set_result(grpc.aio.EOF)
-        with pytest.raises(InvalidRequest), budget.lease("a") as lease:
+        with pytest.raises(InvalidRequest), Lease(budget, "a") as lease:
             await reader.read(none.read, lease)
         assert budget.held == 0
 
@@ -225,7 +225,7 @@ def test_one_caller_reads_at_most_half_of_the_messages_at_once() -> None:
         ours, theirs = [Call() for _ in range(3)], Call()
 
         async def read(call: Call, caller: str) -> bytes:
-            with budget.lease(caller) as lease:
+            with Lease(budget, caller) as lease:
                 return await reader.read(call.read, lease)
 
         reading = [asyncio.create_task(read(call, "a")) for call in ours]
@@ -244,10 +244,10 @@ def test_one_caller_reads_at_most_half_of_the_messages_at_once() -> None:
 def test_waiting_for_a_slot_and_for_a_message_times_out() -> None:
     async def check() -> None:
         budget, reader, slow = ByteBudget(10**6), MessageReader(1, 100, 0.05), MessageReader(1, 100, 60)
-        with budget.lease("a") as lease, pytest.raises(DeadlinePassed, match="client_timeout"):
+        with Lease(budget, "a") as lease, pytest.raises(DeadlinePassed, match="client_timeout"):
             await reader.read(Call().read, lease)
         slow.seconds, call = 60, Call()
-        with budget.lease("a") as lease, budget.lease("b") as other:
+        with Lease(budget, "a") as lease, Lease(budget, "b") as other:
             reading = asyncio.create_task(slow.read(call.read, lease))
             await call.reads.wait()
             slow.seconds = 0.05

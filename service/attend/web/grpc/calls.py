@@ -20,6 +20,7 @@ from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
 
 from attend.errors import AttendError, CallerGone, MalformedBody, NotReady, Overloaded, TooLarge
+from attend.serving.byte_budget import Lease
 from attend.serving.fair_share import FairShare
 from attend.serving.service import Service
 from attend.serving.streams import PreviousSent, answer_stream, message_reader, without_frames
@@ -105,7 +106,7 @@ class CallHandlers:
         request = self._request_of(context)
         with self._observed(name, request):
             self._identify(name, request, context)
-            with self._calls.slot(request.caller, "calls"), self.service.budget.lease(request.caller) as lease:
+            with self._calls.slot(request.caller, "calls"), Lease(self.service.budget, request.caller) as lease:
                 request.lease = lease
                 has_message = bool(SERVICE.methods_by_name[name].input_type.fields)
                 reply = await method(await self._reader.read(context.read, lease) if has_message else b"", request)
@@ -132,7 +133,7 @@ class CallHandlers:
         async def reply(message: bytes, previous_sent: PreviousSent) -> None:
             request, written = self._request_of(context), b""
             request.caller, request.api_key = stream.caller, stream.api_key
-            with self.service.budget.lease(stream.caller) as request.lease:
+            with Lease(self.service.budget, stream.caller) as request.lease:
                 with self._observed(STREAM_METHOD, request):
                     request.lease.add(len(message))
                     written = await self.methods.model_infer(message, request, self.methods.stream_codec)

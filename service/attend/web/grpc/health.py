@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2
 
 from attend.errors import AttendError, MalformedBody
-from attend.serving.byte_budget import ByteBudget
+from attend.serving.byte_budget import ByteBudget, Lease
 from attend.serving.fair_share import FairShare
 from attend.serving.service import Service
 from attend.serving.streams import MessageReader
@@ -78,7 +78,7 @@ class Health:
 
     async def _name(self, context: Any) -> str:
         """The name of the service in the request, "" if it names none. Raises MalformedBody, or as `MessageReader.read`."""
-        with self._budget.lease(address_of(context.peer())) as lease:
+        with Lease(self._budget, address_of(context.peer())) as lease:
             message = await self._reader.read(context.read, lease)
         try:
             return str(health_pb2.HealthCheckRequest.FromString(message).service)

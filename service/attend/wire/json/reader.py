@@ -89,16 +89,14 @@ class SplitJson(NamedTuple):
     values: list[RawValue]
 
     def document(self, limits: WireLimits) -> Any:
-        """The parsed template, which must not be changed, with a value of `values`, or its `Placeholder`, in place of each placeholder.
-
-        Raises MalformedBody, InvalidRequest or TooLarge.
-        """
+        """The parsed template, which must not be changed. Raises MalformedBody, InvalidRequest or TooLarge."""
         if len(self.template) <= MAX_CACHED_BYTES:
             try:
                 return _parse_template(self.template, len(self.values))
             except (RequestError, RecursionError):
                 pass  # refused below, with the place in the text
-        return parse_strictly(self.template, position_of=self._position_of, replacements=self.values, limits=limits)
+        placeholders = map(Placeholder, range(len(self.values)))
+        return parse_strictly(self.template, position_of=self._position_of, replacements=[*placeholders], limits=limits)
 
     def _position_of(self, offset: int) -> str:
         """Line and column in the text of the byte at `offset` in the template."""
@@ -110,13 +108,13 @@ class SplitJson(NamedTuple):
 
 
 class Placeholder(int):
-    """Stands, in a parsed template, for the value of that index. It is always the value of a member of an object."""
+    """Stands, in a parsed template, for the list or long string of that index. It is always the value of a member of an object."""
 
 
 @lru_cache(256)  # clients repeat what is around the numbers, and parsing it costs more than reading the numbers of a small call
 def _parse_template(template: bytes, count: int) -> Any:
     """The document of a template with `count` placeholders, each as a `Placeholder`. Raises MalformedBody, InvalidRequest or TooLarge."""
-    return parse_strictly(template, replacements=[Placeholder(i) for i in range(count)])
+    return parse_strictly(template, replacements=[*map(Placeholder, range(count))])
 
 
 def split_json(text: bytes, limits: WireLimits, before: re.Pattern[bytes] = BEFORE_VALUE) -> SplitJson:

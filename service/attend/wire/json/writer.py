@@ -15,12 +15,12 @@ import pybase64
 
 from attend.tensors import Array, datatype_of, raw
 from attend.wire.arrays import may_be_minus_infinity, wire_array
-from attend.wire.codec import Buffer, Encoded, Headers, Reply
+from attend.wire.codec import Buffer, Encoded, Reply
 from attend.wire.native import numbers
 from attend.wire.schemas.attend import ReplyOptions
 
 MEDIA_TYPE = "application/json"
-HEADERS: Headers = ((b"content-type", MEDIA_TYPE.encode()),)
+HEADERS = ((b"content-type", MEDIA_TYPE.encode()),)
 NUMBERS_PER_PIECE = 1 << 15  # numbers written at a time, which takes about a millisecond
 PLACEHOLDER = b"\0"  # replaces a `JsonText` in a document; JSON text never contains this byte
 

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attend.serving.binding import ATTEND
-from attend.serving.replies import MANY_PIECES, PIECE_BYTES, joined
 from attend.serving.requests import Request
 from attend.serving.service import open_service
 from attend.spec import LayerSpec
+from attend.wire.codec import MANY_PIECES, PIECE_BYTES, joined
 from support.scheduler import run
 
 SIZES = st.lists(st.sampled_from([0, 1, 7, 1000, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES]), max_size=60)
