@@ -154,7 +154,7 @@ def test_rule_12_a_picture_of_many_heads_begins_no_full_garbage_collection():
         body = json.dumps({"query": [[0.5] * 40] * 3, "figure": {"format": "svg"}}).encode()
         gc.callbacks.append(note)
         try:
-            assert (await service.engine.answer(Request(body, parameters={}), FIGURE))[1]
+            assert (await service.engine.answer(Request(body, codec_parameters={}), FIGURE))[1]
         finally:
             gc.callbacks.remove(note)
         left = sum(isinstance(found, Axes) for found in gc.get_objects())

@@ -80,7 +80,7 @@ def outcome(engine: Engine, body: dict[str, Any]) -> dict[str, Any]:
         bound = bind(engine, body)
     except AttendError as error:
         return {"error": type(error), "problems": error.problems}
-    call, request = bound.call, bound.request
+    call, request = bound.call, bound.body
     parts = {field.name: getattr(call, field.name) for field in fields(call) if field.name != "masks"}
     parts |= {f"masks.{field.name}": getattr(call.masks, field.name) for field in fields(call.masks)}
     plain = {name: x.tolist() if isinstance(x, torch.Tensor) else x for name, x in parts.items()}
@@ -135,7 +135,7 @@ def test_the_cache_is_bounded_and_keeps_no_numbers() -> None:
         bind(remembering, {"query": np.ones((n, 2, 6)).tolist(), "outputs": ["output"]})
     assert len(remembering.registry.find("default").prepared) == MAX_REQUESTS
     again = bind(remembering, {"query": np.ones((MAX_REQUESTS + 19, 2, 6)).tolist(), "outputs": ["output"]})
-    assert again.request.query.strides == (0, 0, 0)
+    assert again.body.query.strides == (0, 0, 0)
 
 
 @pytest.mark.parametrize("same", [True, False], ids=["the same shape", "another shape"])

@@ -37,7 +37,7 @@ class AnalysisBinding(Binding[AnalysisRequest]):
     def bind_to_session(self, session: Session, decoded: Decoded, admission: Admission) -> Prepared:
         """As `Binding.bind_to_session`. Raises SessionConflict also for metrics of values that are freed."""
         bound = super().bind_to_session(session, decoded, admission)
-        for name in bound.request.metrics_for(session.layer.spec) if session.cache.first else ():
+        for name in bound.body.metrics_for(session.layer.spec) if session.cache.first else ():
             if METRICS[name].of in ("values", "value norms"):
                 expected = "metrics of visible keys alone, since the values of the first rows are freed"
                 raise SessionConflict.where("/metrics", expected, name)
@@ -144,7 +144,7 @@ class AnalysisBinding(Binding[AnalysisRequest]):
 
         Raises InvalidRequest for infinite metrics and for overflow in their inputs, unless the request allows non-finite numbers.
         """
-        request, spec = bound.request, bound.layer.spec
+        request, spec = bound.body, bound.layer.spec
         tensors = {name: tensor for name, tensor in result.tensors.items() if name != OVERFLOWED}
         arrays = {name: numpy_of(tensor if request.batched else tensor[0]) for name, tensor in tensors.items()}
         metrics: dict[str, Any] = {}

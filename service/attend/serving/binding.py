@@ -51,7 +51,7 @@ class Prepared(NamedTuple):
     arrays are cast to the layer's dtype. One that a cache keeps (`without_numbers`) is the same for all requests of its shape."""
 
     binding: "Binding[Any]"
-    request: Any  # validated, of the binding's schema
+    body: Any  # validated, of the binding's schema
     layer: LoadedLayer
     call: Call
     cost: Cost
@@ -64,17 +64,16 @@ class Prepared(NamedTuple):
 
     def without_numbers(self) -> "Prepared | None":
         """What requests with the same cache key have in common; None if it depends on numbers, or takes much memory."""
-        request, call = self.request, self.call
-        arrays = given_arrays(request)
+        body, call = self.body, self.call
+        arrays = given_arrays(body)
         others = tuple(name for name in arrays if name not in INPUTS)
-        if call.masks.positions.shape[1] > MAX_KEPT_QUERIES or (
-            others and request.query_offset == "end"
-        ):  # the last key that is not masked
+        depends_on_numbers = others and body.query_offset == "end"  # the offset is that of the last key that is not masked
+        if call.masks.positions.shape[1] > MAX_KEPT_QUERIES or depends_on_numbers:
             return None
         shapes = {name: shape_alone(array.shape, array.dtype) for name, array in arrays.items()}
         no_masks: dict[str, Any] = dict.fromkeys(name for name in MASK_TENSORS if name != "positions") | {"bias_blocks": False}
         call = Call(call.options, NO_NUMBERS, NO_NUMBERS, NO_NUMBERS, replace(call.masks, **no_masks))
-        kept: dict[str, Any] = {"layer": None, "call": call, "request": request.model_copy(update=shapes)}  # the layer has the cache
+        kept: dict[str, Any] = {"layer": None, "call": call, "body": body.model_copy(update=shapes)}  # the layer has the cache
         return self._replace(**kept, tensors=others)
 
     def with_numbers(self, members: Mapping[str, Any], layer: LoadedLayer) -> "Prepared | None":
@@ -96,7 +95,7 @@ class Prepared(NamedTuple):
             others, of_masks = call_tensors(arrays, members["query"].ndim == 3, layer.spec, options.reproducible)
             masks = replace(masks, **of_masks) if of_masks else masks
         call = Call(options, *inputs, masks, others)
-        return Prepared(self.binding, self.request, layer, call, self.cost, self.operation, self.in_parts, self.log_fields)
+        return Prepared(self.binding, self.body, layer, call, self.cost, self.operation, self.in_parts, self.log_fields)
 
 
 class Threads(Protocol):
@@ -217,14 +216,14 @@ class Binding(Generic[R]):
         if result.fully_masked is not None:
             refuse_fully_masked(bound, result)
         reply = self.build_reply(bound, result)
-        headers, pieces = request.reply_codec.encode(reply, bound.request.reply, decoded.reply_format)
+        headers, pieces = request.reply_codec.encode(reply, bound.body.reply, decoded.reply_format)
         if request.reply_coding:
             return compress((headers, pieces), request.reply_coding)
         return headers, pieces if len(pieces) < MANY_PIECES else joined(pieces)
 
     def build_reply(self, bound: Prepared, result: Result) -> Reply:
         """The outputs under the names and in the order of the request, without the batch axis if the request has none."""
-        request, layer = bound.request, bound.layer
+        request, layer = bound.body, bound.layer
         batched, arrays = request.batched, {}
         for name, tensor in result.tensors.items():
             tensor = tensor if batched else tensor[0]

@@ -93,7 +93,7 @@ class Engine:
 
         Raises AttendError, whose paths point into the body.
         """
-        decoded = request.codec.decode(request.take_body(), request.parameters, binding.schema.tensor_kinds, self.wire_limits)
+        decoded = request.codec.decode(request.take_body(), request.codec_parameters, binding.schema.tensor_kinds, self.wire_limits)
         try:
             in_body = session_in_body(decoded.members) if binding.session_in_body else None
             if decoded.sequence is None and not session_id and in_body is None:

@@ -179,7 +179,7 @@ class FigureRenderer:
 
 def _reply(bound: Prepared, result: Result, coding: str, check: Callable[[], None]) -> Encoded:
     """The picture of a result, with this Content-Encoding."""
-    spec = figure_spec(bound.request, bound.layer.spec)
+    spec = figure_spec(bound.body, bound.layer.spec)
     metadata = {"Source": f"layer {bound.layer.name}", "Fingerprint": bound.layer.fingerprint}
     picture = draw(compose(spec, result.tensors, metadata), spec, check)
     media_type = next(media for media, format in PICTURES.items() if format == spec.format)

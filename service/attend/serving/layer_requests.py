@@ -108,7 +108,7 @@ def _decode_body(request: Request, model: type[D], limits: WireLimits) -> D:
 
 
 def _decode_members(body: bytes, request: Request, model: type[Schema], limits: WireLimits) -> dict[str, Any]:
-    return dict(request.codec.decode(body, request.parameters, model.tensor_kinds, limits).members)
+    return dict(request.codec.decode(body, request.codec_parameters, model.tensor_kinds, limits).members)
 
 
 def _decode_object(request: Request, limits: WireLimits) -> dict[str, Any]:

@@ -32,7 +32,7 @@ async def plan_call(engine: Engine, request: Request) -> Plan:
 
 
 def _decode(request: Request, limits: WireLimits) -> Decoded:
-    return request.codec.decode(request.take_body(), request.parameters, AnalysisRequest.tensor_kinds, limits, shapes_alone=True)
+    return request.codec.decode(request.take_body(), request.codec_parameters, AnalysisRequest.tensor_kinds, limits, shapes_alone=True)
 
 
 def _plan(engine: Engine, decoded: Decoded, session: Session | None) -> Plan:

@@ -31,7 +31,7 @@ class Request:
     coding: str = ""  # Content-Encoding; "" once the body is decompressed; `unpack`
     reply_codec: Codec = CODECS[JSON]
     reply_coding: str = ""
-    parameters: Mapping[str, str] = field(default_factory=dict)  # the codec's parameters, from headers and path
+    codec_parameters: Mapping[str, str] = field(default_factory=dict)  # from headers and path
     deadline: float | None = None  # on the engine's clock; `limit_seconds` may set an earlier one
     gone: Callable[[], bool] = never  # whether the client has disconnected
     caller: str = ""  # name of the API key, or address, of the sender

@@ -40,7 +40,7 @@ async def receive_body(
     limit = ("max_layer_bytes", limits.max_layer_bytes) if layer and codec is FILE_CODEC else ("max_body_bytes", limits.max_body_bytes)
     if largest is not None and largest < limit[1]:
         limit = ("", largest)
-    request.codec, request.reply_codec, request.parameters = codec, reply_codec, parameters
+    request.codec, request.reply_codec, request.codec_parameters = codec, reply_codec, parameters
     timed = service.timeout is not None or b"x-request-timeout" in headers
     request.deadline, lease = deadline_of(request) if timed else None, lease_of(request)
     arriving = _pieces(request, limit, lease)

@@ -54,7 +54,7 @@ class StepBinding(Binding[AttendRequest]):
             request = self.validated(Decoded(of_session(session, members)), spec, Past(session.length, step.append))
             stop, options = request.num_keys, call_options(request, spec)
         else:
-            request, stop = cached.request, session.length + (_new_rows(members) if step.append else 0)
+            request, stop = cached.body, session.length + (_new_rows(members) if step.append else 0)
             options = replace(cached.call.options, num_keys=stop)
         if session.capacity is not None and stop > session.capacity:
             at = "/key" if "key" in members else "/query"
