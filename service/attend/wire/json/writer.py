@@ -22,7 +22,7 @@ from attend.wire.schemas.attend import ReplyOptions
 MEDIA_TYPE = "application/json"
 HEADERS = ((b"content-type", MEDIA_TYPE.encode()),)
 NUMBERS_PER_PIECE = 1 << 15  # numbers written at a time, which takes about a millisecond
-PLACEHOLDER = b"\0"  # replaces a `JsonText` in a document; JSON text never contains this byte
+MARK = b"\0"  # stands for a `JsonText` in a document; JSON text never contains this byte
 
 
 class JsonText(tuple[Buffer, ...]):
@@ -60,16 +60,16 @@ def write_json(document: dict[str, Any]) -> list[Buffer]:
     """Encodes the document, which may contain arrays and `JsonText`. Returns pieces."""
     texts: list[JsonText] = []
 
-    def placeholder(value: Any) -> orjson.Fragment:
+    def marked(value: Any) -> orjson.Fragment:
         if not isinstance(value, JsonText):
             raise TypeError
         texts.append(value)
-        return orjson.Fragment(PLACEHOLDER)
+        return orjson.Fragment(MARK)
 
-    text = orjson.dumps(document, placeholder, orjson.OPT_SERIALIZE_NUMPY)
+    text = orjson.dumps(document, marked, orjson.OPT_SERIALIZE_NUMPY)
     if not texts:
         return [text]
-    before, *parts = text.split(PLACEHOLDER)
+    before, *parts = text.split(MARK)
     return [before, *(piece for long, after in zip(texts, parts, strict=True) for piece in (*long, after))]
 
 
