@@ -10,7 +10,8 @@
 
 A flow is the calls of one caller in one size class; flows share the device fairly. When the device becomes free, a batch is formed from the
 calls that wait then. On a CPU a batch is one call, or several steps of sessions, and calls of few operations are computed inline: at once,
-on the event loop, in any state. Handing one over to the thread takes longer than computing it.
+on the event loop, in any state. Handing one over to the thread takes longer than computing it. A call that is too large for one process
+does not wait either: other processes compute its parts (`shards.py`).
 
 A call whose caller has disconnected is dropped before it is computed. If a batch fails, all of its calls get the error, and later batches
 are not affected.
