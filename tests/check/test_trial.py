@@ -4,6 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
+import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -119,7 +120,75 @@ class SelfAttentionAlone(Named):
         return super().forward(x)
 
 
+class Grouped(nn.Module):
+    """Causal, with RoPE inside, and with fewer heads of keys if it is told so."""
+
+    pairs = False
+
+    def __init__(self, dim, n_heads, n_kv_heads=None):
+        super().__init__()
+        self.heads, self.kv_heads, self.width = n_heads, n_kv_heads or n_heads, dim // n_heads
+        rows = self.kv_heads * self.width
+        self.wq, self.wk, self.wv, self.wo = (nn.Linear(dim, n, bias=False) for n in (dim, rows, rows, dim))
+
+    def rotate(self, x):
+        angles = torch.outer(torch.arange(x.shape[-2]), 1e4 ** -(torch.arange(0, self.width, 2) / self.width))
+        first, second = (x[..., ::2], x[..., 1::2]) if self.pairs else x.chunk(2, -1)
+        rotated = first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()
+        return torch.stack(rotated, -1).flatten(-2) if self.pairs else torch.cat(rotated, -1)
+
+    def repeat(self, x):
+        return x.repeat_interleave(self.heads // self.kv_heads, 1)
+
+    def merge(self, x):
+        return merge(x)
+
+    def forward(self, x):
+        q, k, v = split(self.wq(x), self.heads), split(self.wk(x), self.kv_heads), split(self.wv(x), self.kv_heads)
+        k, v = self.repeat(self.rotate(k)), self.repeat(v)
+        return self.wo(self.merge(scaled_dot_product_attention(self.rotate(q), k, v, is_causal=True)))
+
+
+class GroupedPairs(Grouped):
+    pairs = True
+
+
+class WithoutPositions(Grouped):
+    def rotate(self, x):
+        return x
+
+
+class WithAlibi(WithoutPositions):
+    def forward(self, x):
+        q, k, v = (
+            split(self.wq(x), self.heads),
+            self.repeat(split(self.wk(x), self.kv_heads)),
+            self.repeat(split(self.wv(x), self.kv_heads)),
+        )
+        slopes = [2.0 ** (-8 * (i + 1) / 4) for i in range(4)] + [2.0 ** (-4 * (2 * i + 1) / 4) for i in range(self.heads - 4)]
+        at = torch.arange(x.shape[1])
+        bias = torch.tensor(slopes)[:, None, None] * (at - at[:, None]) + torch.full((len(at), len(at)), -torch.inf).triu(1)
+        return self.wo(merge(scaled_dot_product_attention(q, k, v, bias)))
+
+
+class TilesGroups(Grouped):
+    def repeat(self, x):
+        return x.repeat(1, self.heads // self.kv_heads, 1, 1)
+
+
+class TilesPlainGroups(WithoutPositions, TilesGroups):
+    pass
+
+
+class MergesHeadsOnly(WithoutPositions):
+    def merge(self, x):
+        return x.reshape(len(x), x.shape[2], -1)
+
+
 RIGHT = {
+    "RoPE on halves, in groups": (Grouped, ["it is always causal", "it has RoPE on halves with theta 10000"], []),
+    "RoPE on pairs, in groups": (GroupedPairs, ["it has RoPE on pairs with theta 10000"], []),
+    "ALiBi of six heads": (WithAlibi, ["it has ALiBi"], []),
     "weights of unusual names": (Named, ["fc_val is the weight of value; final is the weight of output"], []),
     "weights whose names say nothing": (
         Lettered,
@@ -172,6 +241,9 @@ def sees_one_padded_key(queries, keys, values, valid_lens=None):
 
 
 WRONG = {
+    "groups that are tiled": (TilesPlainGroups, "i mod num_kv_heads"),
+    "groups that are tiled, beside RoPE": (TilesGroups, "i mod num_kv_heads"),
+    "heads that are merged so that causality does not show": (MergesHeadsOnly, "heads are merged by a reshape without a transpose"),
     "layers that are exchanged": (Exchanged, "the matrices of query, key, value are taken to be those of key, query, value"),
     "a factor beside a residual and a norm": (DoublesScores, "the scores are multiplied by 2"),
     "a mask whose name says its meaning": (InvertsMask, "the mask is inverted"),

@@ -10,7 +10,7 @@ import math
 import re
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from importlib.util import module_from_spec, spec_from_file_location
@@ -191,19 +191,23 @@ def prepare(candidate: Any, spec: LayerSpec | None, convention: Convention, seed
 
     ValueError: something is ambiguous, and the message names the option that decides; or the weights are not those of the spec.
     """
-    prepared = _prepare(candidate, spec, convention, seed)
+    try:
+        prepared = _prepare(candidate, spec, convention, seed)
+    except ValueError:
+        if spec is not None or not isinstance(candidate, type):
+            raise
+        prepared = _prepare(candidate, spec, convention, seed, groups=False)  # packed weights of grouped heads cannot be told apart
     if (name := convention.new_cache) is None:
         return prepared
     made = {"list": list, "dict": dict}.get(name) or load_candidate(name)
     return replace(prepared, adapter=replace(prepared.adapter, new_cache=made))
 
 
-def _prepare(candidate: Any, spec: LayerSpec | None, convention: Convention, seed: int) -> Candidate:
+def _prepare(candidate: Any, spec: LayerSpec | None, convention: Convention, seed: int, *, groups: bool = True) -> Candidate:
     if spec is not None:
         convention = replace(convention, d_model=spec.d_model, num_heads=spec.num_heads)
     if isinstance(candidate, type):
-        candidate, heads = _construct(candidate, spec, convention, seed)
-        convention = replace(convention, num_heads=convention.num_heads or heads)
+        candidate, convention = _construct(candidate, spec, convention, seed, groups)
     heads = convention.num_heads or _heads_attribute(candidate)
     if is_module(candidate):
         candidate, left_out = _without(candidate, convention.left_out)
@@ -238,20 +242,31 @@ def _add_weights(
     return Candidate(replace(adapter, heads=spec.num_heads, kv_heads=spec.num_kv_heads), spec, weights, module)
 
 
-def _construct(cls: type, spec: LayerSpec | None, convention: Convention, seed: int) -> tuple[Any, int | None]:
-    """An instance, and the number of heads it was constructed with. Ambiguous: its constructor refuses all that is known to be tried."""
-    spec = spec or multi_head(convention.d_model, convention.num_heads or 3)
+def _construct(cls: type, spec: LayerSpec | None, convention: Convention, seed: int, groups: bool) -> tuple[Any, Convention]:
+    """An instance, and the convention with the sizes it was constructed with.
+
+    Without a spec, and with `groups`, a class that has a number of heads of keys gets fewer of them than of queries, so that the order of
+    groups shows. Ambiguous: its constructor refuses all that is known to be tried.
+    """
+    heads = convention.num_heads or 3
+    sizes = spec or multi_head(convention.d_model, heads, num_kv_heads=heads if heads % 2 or not groups else heads // 2)
     torch = sys.modules.get("torch")
     makes_modules = torch is not None and issubclass(cls, torch.nn.Module)
-    arguments = constructor_arguments(inspect.signature(cls), convention, spec, evaluates=makes_modules)
+    arguments = constructor_arguments(inspect.signature(cls), convention, sizes, evaluates=makes_modules)
     if torch is None or not makes_modules:
-        return cls(**arguments), _heads_constructed(arguments, convention, spec)
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(seed)
-        module = cls(**arguments)
-        _tell_parameters_apart([parameter for parameter in module.parameters() if not hasattr(parameter, "materialize")])
-        dtype = None if convention.dtype is None else getattr(torch, convention.dtype)
-        return module.to(device=convention.device, dtype=dtype), _heads_constructed(arguments, convention, spec)
+        made = cls(**arguments)
+    else:
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(seed)
+            module = cls(**arguments)
+            _tell_parameters_apart([parameter for parameter in module.parameters() if not hasattr(parameter, "materialize")])
+            dtype = None if convention.dtype is None else getattr(torch, convention.dtype)
+            made = module.to(device=convention.device, dtype=dtype)
+    meanings = _sizes_constructed(arguments, convention, sizes)
+    if groups and spec is None and convention.num_heads is None and {"num_heads", "num_kv_heads"} <= meanings.keys():
+        with suppress(Exception):  # it may take as many alone
+            return _construct(cls, spec, replace(convention, d_model=2 * convention.d_model, num_heads=2 * heads), seed, groups)
+    return made, replace(convention, num_heads=convention.num_heads or meanings.get("num_heads"))
 
 
 def _without(module: Any, names: Sequence[str]) -> tuple[Any, tuple[str, ...]]:
@@ -266,11 +281,12 @@ def _without(module: Any, names: Sequence[str]) -> tuple[Any, tuple[str, ...]]:
     return module, tuple(left_out)
 
 
-def _heads_constructed(arguments: Mapping[str, Any], convention: Convention, spec: LayerSpec) -> int | None:
-    """The number of heads that a constructor was given, by a parameter or a configuration; None if by none."""
-    meanings = {convention.sizes.get(name) or meaning_of(name): value for name, value in arguments.items()}
+def _sizes_constructed(arguments: Mapping[str, Any], convention: Convention, spec: LayerSpec) -> dict[str, Any]:
+    """The sizes that a constructor was given, by parameters or a configuration, by their meanings."""
+    meanings = {convention.sizes.get(name) or meaning_of(name) or "": value for name, value in arguments.items()}
     asked = {meaning for value in arguments.values() if isinstance(value, Configuration) for meaning in value.asked.values()}
-    return spec.num_heads if "num_heads" in asked else meanings.get("num_heads")
+    fields = {meaning_of(name) for value in arguments.values() for name in getattr(value, "__dataclass_fields__", ())}
+    return meanings | {meaning: getattr(spec, meaning) for meaning in ("num_heads", "num_kv_heads") if meaning in asked | fields}
 
 
 def _tell_parameters_apart(parameters: Sequence[Any]) -> None:

@@ -1,10 +1,11 @@
 """Compares a candidate with the reference in every case, and says what was looked at."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -13,11 +14,11 @@ from attend.check.adapter import CallFailed
 from attend.check.alignment import WORDS
 from attend.check.calls import Calls, CaseResult, ComparedCase, Failure, call
 from attend.check.candidate import Candidate, load_candidate, prepare
-from attend.check.convention import make_convention
-from attend.check.disagreements import disagreement, divergence_of, explained
+from attend.check.convention import Convention, make_convention
+from attend.check.disagreements import UNEXPLAINED, disagreement, divergence_of, explained
 from attend.check.divergence import first_wrong_step
 from attend.check.explanation import Explanation
-from attend.check.families import layer_of
+from attend.check.families import MOST_COMMON, layer_of, with_positions
 from attend.check.gradients import compare_gradients, has_own_backward
 from attend.check.lengths import LONGEST
 from attend.check.low_precision import HALF
@@ -25,7 +26,7 @@ from attend.check.report import Comparison, Disagreement
 from attend.check.rounded_steps import rounded_steps
 from attend.check.signatures import FUNCTIONS, function_like, with_signature
 from attend.check.sizes import in_other_sizes
-from attend.check.trial import try_conventions
+from attend.check.trial import Tried, try_conventions
 from attend.spec import LayerSpec
 
 CHANGING = "a second call with the same inputs returns other numbers: dropout is active, or a call leaves something behind for the next one"
@@ -46,22 +47,49 @@ def compare(
     """
     loaded = load_candidate(candidate) if isinstance(candidate, str) else candidate
     convention = with_signature(loaded, make_convention(options))
-    spec, is_causal = layer_of(spec, takes_heads=convention.like is not None)
-    tried = try_conventions(loaded, spec, convention, seed, is_causal=is_causal)
-    prepared = prepare(loaded, spec, tried.convention, seed)
+    given, is_causal = layer_of(spec, takes_heads=convention.like is not None)
+    tried = try_conventions(loaded, given, convention, seed, is_causal=is_causal)
+    prepared = prepare(loaded, tried.spec, tried.convention, seed)
+    comparison = replace(_compare(loaded, prepared, tried, seed, longest, backward), found=tried.found)
+    if tried.spec is not None or not _is_unexplained(comparison) or any(result.agrees for result in comparison.results):
+        return comparison
+    for words, other, convention in _alternatives(prepared, tried.convention):
+        with suppress(ValueError):
+            made = prepare(loaded, other, convention, seed)
+            compared = _compare(loaded, made, Tried(convention, tried.found, other), seed, longest, backward)
+            if len(compared.disagreements) == 1 and not _is_unexplained(compared):
+                return replace(compared, found=(*tried.found, f"a mistake gives its numbers if {words}"))
+    return comparison
+
+
+def _alternatives(prepared: Candidate, convention: Convention) -> Iterator[tuple[str, LayerSpec | None, Convention]]:
+    """What a wrong candidate may be meant to be, in words: causal, if a mistake hides that, or a layer with positions."""
+    if not convention.causal and "causal" not in convention.given and not {"mask", "causal"} & prepared.adapter.roles.keys():
+        yield "it is always causal", None, convention.tried(causal=True)
+    for name, spec in islice(with_positions(prepared.spec), MOST_COMMON):
+        yield f"it has {name}", spec, convention
+
+
+def _compare(loaded: Any, prepared: Candidate, tried: Tried, seed: int, longest: int, backward: bool) -> Comparison:
+    """The comparison of a prepared candidate with its layer."""
     with prepared.evaluating():
         called = _call_on_all(prepared, seed, longest)
         backward = called.agree and (backward or has_own_backward(prepared, called.compared[0].right.case))
         wrong_gradient = _compare_gradients(called, seed) if backward else None
-        comparison = replace(_compared(called), found=tried.found)
+        comparison = _compared(called)
         failures = [_failure(x) for x in called.failures[:1]]
         if (changing := _changing(prepared, called.compared)) is not None:
             return replace(comparison, disagreements=(changing, *failures))
         if (one := _in_sweep(called) or _misaligned(called) or wrong_gradient) is not None:
             return replace(comparison, disagreements=(one,))
-        in_others = partial(in_other_sizes, loaded, spec, tried.convention, prepared, seed)
+        in_others = partial(in_other_sizes, loaded, tried.spec, tried.convention, prepared, seed)
         disagreements = (*explained(prepared, _evidence(called.compared), in_others, seed), *failures)
     return replace(comparison, disagreements=disagreements, rounding="" if disagreements else _rounding(called.compared))
+
+
+def _is_unexplained(comparison: Comparison) -> bool:
+    """Whether the candidate is wrong and no mistake gives its numbers."""
+    return comparison.first is not None and comparison.first.hint == UNEXPLAINED
 
 
 def _call_on_all(prepared: Candidate, seed: int, longest: int) -> Calls:

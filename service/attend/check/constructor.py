@@ -119,7 +119,8 @@ def constructor_arguments(signature: inspect.Signature, convention: Convention, 
         if is_required and (CONFIGURATION.fullmatch(name.lower()) or hasattr(parameter.annotation, "__dataclass_fields__")):
             given[name] = _configuration(parameter.annotation, sizes)
         elif meaning in sizes:
-            if is_required or (parameter.default is not None and not (meaning == "dropout" and evaluates)):
+            has_default = parameter.default is not None or meaning == "num_kv_heads"  # None is as many as heads: groups would not show
+            if is_required or (has_default and not (meaning == "dropout" and evaluates)):
                 given[name] = sizes[meaning]
         elif is_required and name in OTHERS:
             given[name] = OTHERS[name]

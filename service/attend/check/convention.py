@@ -72,7 +72,7 @@ class Convention:
         str | None, "what makes the first call's cache, if calls change it in place: list, dict, or my_package:KVCache; by default None"
     ] = None
     d_model: Annotated[int, "of a class, which is constructed"] = 12
-    num_heads: Annotated[int | None, "of an instance without such an attribute; a class is constructed with 3 by default"] = None
+    num_heads: Annotated[int | None, "of an instance without such an attribute; a class gets 3 by default, or 6 if it has groups"] = None
     construct: Annotated[Mapping[str, Any], 'further arguments of the constructor: {"max_len": 64}'] = field(default_factory=dict)
     tolerance: Annotated[float | None, "relative; by default by dtype"] = None
     sizes: Mapping[str, str] = field(default_factory=dict)  # what parameters of the constructor are, by trial

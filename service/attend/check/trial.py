@@ -19,6 +19,7 @@ from attend.check.candidate import OF_CALLS, Candidate, prepare
 from attend.check.cases import CaseKind, CheckCase, Repeatable
 from attend.check.computation import Computation, Expected
 from attend.check.convention import Ambiguous, Convention, Layout, MaskDType, MaskShape, Polarity, mask_polarity
+from attend.check.families import with_positions
 from attend.check.weights import names_speak_for
 from attend.spec import LayerSpec
 from attend.tensors import Array
@@ -36,10 +37,11 @@ ROLES = ("mask", "padding")
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """What is left of the conventions, and what was found by calls, in words."""
+    """What is left of the conventions, what was found by calls, in words, and the layer: the given one, or one with positions."""
 
     convention: Convention
     found: tuple[str, ...]
+    spec: LayerSpec | None
 
 
 def try_conventions(candidate: Any, spec: LayerSpec | None, convention: Convention, seed: int, *, is_causal: bool = False) -> Tried:
@@ -52,12 +54,15 @@ def try_conventions(candidate: Any, spec: LayerSpec | None, convention: Conventi
         read, instead = trial.reading(convention)
         read = trial.offset(read)
         words = [*_words(convention, read), *([_instead(instead, read)] if instead else [])]
+        if spec is None and (positions := trial.positions(read)) is not None:
+            name, spec = positions
+            words, trial = [*words, f"it has {name}"], _Trial(candidate, spec, seed)
         for role in ROLES:
             read, meaning = trial.mask(role, read)
             words += [meaning] if meaning else []
         if is_causal and not {"mask", "causal"} & trial.prepare(read).adapter.roles.keys():
             read = read.tried(causal=True)
-        return Tried(read, tuple(words))
+        return Tried(read, tuple(words), spec)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +231,18 @@ class _Trial:
             _, expected = self.expected[key]
             return bool(np.isfinite(result.output).all()) and expected.agrees("output", result.output) and len(result.output[0]) > 0
         return False
+
+    def positions(self, convention: Convention) -> tuple[str, LayerSpec] | None:
+        """The positions, in words, and the layer with them under which everything agrees, if plain attention does not."""
+        plain = self.prepare(convention)
+        if self._agreement(plain) == ALL_AGREE:
+            return None
+        for words, spec in with_positions(plain.spec):
+            trial = _Trial(self.candidate, spec, self.seed)
+            with suppress(ValueError, CallFailed):
+                if trial._agreement(trial.prepare(convention)) == ALL_AGREE:
+                    return words, spec
+        return None
 
     def offset(self, convention: Convention) -> Convention:
         """Where the queries of an always causal candidate are, if there are more keys: the last query sees the last key, or does not."""
