@@ -150,9 +150,10 @@ class Process:
         self.transports.append(peer.transport)
 
     def must_accept(self) -> bool:
-        """Whether a refused connection would be a fault: the process has started, and its drain is not over."""
+        """Whether a refused connection would be a fault: the process has started, and its drain is not over. Without memory for its
+        configured layers, it exits by itself."""
         draining = self.stopping_at is not None and self.world.now < self.stopping_at + self.chosen.settings.drain_seconds
-        return self.server.started and (self.stopping_at is None or draining)
+        return self.server.started and not self.server.failed and (self.stopping_at is None or draining)
 
     def keeps(self, session_id: str) -> bool:
         """Whether this life of the process has made the session."""
