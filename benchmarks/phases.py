@@ -82,7 +82,7 @@ def measure_floor(size: Size, form: str, paths: list[str], seconds: float) -> fl
         [(_, outcome)] = compute([Job(bound.layer, bound.operation, bound.cost, bound.call)], service.clock)
         if isinstance(outcome, AttendError):
             raise outcome
-        codec.encode(ATTEND.build_reply(bound, outcome.result), bound.request.reply, decoded.reply_format)
+        codec.encode(ATTEND.build_reply(bound, outcome.result), bound.body.reply, decoded.reply_format)
 
     bodies = [Path(path).read_bytes() for path in paths]
     for body in bodies:
