@@ -73,7 +73,7 @@ def either_way(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
     """One server, shared by all tests that restore its state."""
-    running = start_server("--max-body-bytes", str(4 * 1024 * 1024), "--session-memory", str(256 * 1024 * 1024))
+    running = fork_server("--max-body-bytes", str(4 * 1024 * 1024), "--session-memory", str(256 * 1024 * 1024))
     yield running
     running.stop()
 
@@ -138,7 +138,7 @@ def client(server: Server) -> Iterator[Client]:
 @pytest.fixture(scope="session")
 def v2_server() -> Iterator[Server]:
     """A server for the tests of the Open Inference Protocol, with gRPC. The tests count its calls, and load and unload its layers."""
-    running = start_server("--grpc-port", "0", "--max-body-bytes", str(1 << 20), env={"ATTEND_LAYERS": json.dumps(LAYERS)})
+    running = fork_server("--grpc-port", "0", "--max-body-bytes", str(1 << 20), env={"ATTEND_LAYERS": json.dumps(LAYERS)})
     yield running
     running.stop()
 

@@ -21,9 +21,9 @@ STEPS, WIDTH = (5, 1, 1, 3, 1), 64
 @pytest.fixture(scope="module")
 def stateful() -> Any:
     """A server with memory for sequences."""
-    from support.server import start_server
+    from support.server import fork_server
 
-    running = start_server("--grpc-port", "0", "--session-memory", "10000000")
+    running = fork_server("--grpc-port", "0", "--session-memory", "10000000")
     yield running
     running.stop()
 
