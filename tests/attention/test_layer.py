@@ -300,8 +300,7 @@ def test_a_layer_is_freed_with_its_last_reference(seed: int) -> None:
     """A cycle would keep the weights of a replaced layer until a garbage collection, which may be gigabytes later."""
     case = random_case(np.random.default_rng(seed), features=LAYER_FEATURES)
     dtype = getattr(torch, case.spec.dtype)
-    weights = {name: torch.from_numpy(np.array(x, np.float32)).to(dtype) for name, x in (case.weights or {}).items()}
-    gc.collect()
+    weights = {name: torch.from_numpy(np.array(x, np.float32)).to(dtype) for name, x in weights_of(case).items()}
     gc.disable()
     try:
         layer = MultiHeadAttention(case.spec, weights, torch.device("cpu"))

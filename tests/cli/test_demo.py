@@ -5,7 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
-from contextlib import nullcontext
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 
@@ -21,6 +21,25 @@ SENTENCE = "The cat sat on the mat because it was tired"
 GIVEN = ("--sentence", SENTENCE)
 MINILM = (*GIVEN, "--vectors", "minilm")
 HASH = (*GIVEN, "--vectors", "hash")
+
+
+@pytest.fixture
+def shared(server, http, monkeypatch):
+    """The shared server, which the demo uses instead of one of its own. It loses the demo's layer when the demo ends, and at the end."""
+    before = {layer["name"] for layer in http.get("/layers").json()["layers"]}
+
+    def remove():
+        for name in {layer["name"] for layer in http.get("/layers").json()["layers"]} - before:
+            http.delete(f"/layers/{name}")
+
+    @contextmanager
+    def lend():
+        yield server.url
+        remove()
+
+    monkeypatch.setattr("attend.cli.demo.child_server", lend)
+    yield server
+    remove()
 
 
 def show(*arguments: str) -> str:
@@ -54,7 +73,11 @@ def links(shown: str) -> list[list[tuple[str, str, float]]]:
     return [[(q, k, float(w)) for q, k, w in re.findall(r"(\S+)→(\S+)\s(\d\.\d\d)", row)] for row in rows]
 
 
-def test_the_demo_shows_links_of_hash_vectors(server, tmp_path):
+def test_the_demo_shows_links_of_hash_vectors(server, tmp_path, monkeypatch):
+    """With a server of its own, which ignores the user's settings and modules: the demo shows the same in every environment and folder."""
+    (tmp_path / "attend.py").write_text("raise SystemExit('the wrong one')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ATTEND_D_MODEL", "6")
     folder = tmp_path / "a folder"
     shown = show(*HASH, "--save", str(folder))
     assert SENTENCE in shown and "This pattern means nothing" in shown
@@ -82,14 +105,14 @@ def induction_shares(tokens, weights):
 
 
 @pytest.mark.parametrize("text", [None, "Anna gave the book to Ben and Anna gave the book to Tom"])
-def test_the_demo_says_what_each_head_does_in_the_sentence(start, tmp_path, text):
+def test_the_demo_says_what_each_head_does_in_the_sentence(shared, tmp_path, text):
     """By its weights there: the demo's own sentence has two induction heads, of which one rests on the first token of another sentence."""
     shown = show("--save", str(tmp_path), *([] if text is None else ["--sentence", text]))
     said = re.findall(r"^head (\d) (.*?)(?:: (\d\.\d\d))?$", shown, re.MULTILINE)
     assert [int(head) for head, _, _ in said] == [0, 1, 2, 3]
     assert "means nothing" not in shown and "layer small-layer-1, fingerprint" in shown
 
-    reply = repeat(start(), by_hand(shown))
+    reply = repeat(shared, by_hand(shown))
 
     tokens = json.loads((tmp_path / "request.json").read_text())["tokens"]["query"]
     weights = np.array(reply["attention_weights"])
@@ -102,13 +125,12 @@ def test_the_demo_says_what_each_head_does_in_the_sentence(start, tmp_path, text
             assert float(number) == pytest.approx(expected, abs=0.0051)
 
 
-def test_the_demo_prints_json(server, tmp_path, monkeypatch):
-    monkeypatch.setattr("attend.cli.demo.child_server", lambda: nullcontext(server.url))
+def test_the_demo_prints_json(shared, tmp_path):
     printed = json.loads(show(*HASH, "--save", str(tmp_path), "--json"))
     assert printed["sentence"] == SENTENCE and printed["tokens"] == SENTENCE.split()
     assert printed["outputs"] == {"output": [10, 64], "attention_weights": [8, 10, 10]} and printed["seconds"] > 0
     assert printed["heads"] == []  # those of a layer that has learned nothing
-    reply = repeat(server, printed["again"])
+    reply = repeat(shared, printed["again"])
     assert reply["layer"] == printed["layer"]
     for head, links in zip(reply["attention_weights"], printed["links"], strict=True):
         for link in links:
@@ -117,13 +139,13 @@ def test_the_demo_prints_json(server, tmp_path, monkeypatch):
 
 
 @pytest.mark.checkpoint
-def test_the_demo_shows_links_of_the_models_first_layer(start, tmp_path):
+def test_the_demo_shows_links_of_the_models_first_layer(shared, tmp_path):
     shown = show(*MINILM, "--save", str(tmp_path))
     assert "all-MiniLM-L6-v2" in shown and "means nothing" not in shown
     assert "output [12, 384]\nattention_weights [12, 12, 12]\n" in shown
     assert {("tired(10)", "was(9)", 1.0), ("it(8)", "because(7)", 1.0)} <= {link for head in links(shown) for link in head}
 
-    reply = repeat(start(), by_hand(shown))
+    reply = repeat(shared, by_hand(shown))
 
     weights = np.array(reply["attention_weights"])
     assert weights[2, 4, 3] > 0.99 and weights.shape == (12, 12, 12)
@@ -131,12 +153,12 @@ def test_the_demo_shows_links_of_the_models_first_layer(start, tmp_path):
 
 
 @pytest.mark.checkpoint
-def test_the_demo_shows_links_of_a_deeper_layer(start, tmp_path):
+def test_the_demo_shows_links_of_a_deeper_layer(shared, tmp_path):
     """Each layer has its own name, so a server can have several; the links are those of the reply."""
     shown = show(*MINILM, "--layer", "3", "--save", str(tmp_path))
     assert "attention layer 3 of all-MiniLM-L6-v2" in shown and "layer minilm-layer-3, fingerprint" in shown
 
-    reply = repeat(start(), by_hand(shown))
+    reply = repeat(shared, by_hand(shown))
 
     assert reply["layer"]["name"] == "minilm-layer-3"
     words = np.array(reply["attention_weights"])[:, 1:-1, 1:-1]
@@ -145,7 +167,7 @@ def test_the_demo_shows_links_of_a_deeper_layer(start, tmp_path):
 
 
 @pytest.mark.checkpoint
-def test_every_next_command_accepts_the_files_of_the_demo(tmp_path):
+def test_every_next_command_accepts_the_files_of_the_demo(shared, tmp_path):
     """In this process, which has no layer of that name. `layers add` refuses the request's file as JSON."""
     shown = show(*MINILM, "--layer", "3", "--save", str(tmp_path))
     request, layer = tmp_path / "request.json", tmp_path / "minilm-layer-3.safetensors"
@@ -161,7 +183,7 @@ def test_every_next_command_accepts_the_files_of_the_demo(tmp_path):
 
 
 @pytest.mark.checkpoint
-def test_tables_leave_special_tokens_out(tmp_path):
+def test_tables_leave_special_tokens_out(shared, tmp_path):
     show(*MINILM, "--save", str(tmp_path))
     request = str(tmp_path / "request.json")
     words, everything = (run_attend("heads", request, *flags).stdout.decode() for flags in ((), ("--special",)))
@@ -187,8 +209,7 @@ def test_a_layer_that_the_model_does_not_have_is_refused():
     assert done.returncode == 2 and "expected a layer of all-MiniLM-L6-v2, 0 to 5, got 6" in done.stderr.decode()
 
 
-def test_each_demo_writes_to_its_own_folder(server, monkeypatch):
-    monkeypatch.setattr("attend.cli.demo.child_server", lambda: nullcontext(server.url))
+def test_each_demo_writes_to_its_own_folder(shared):
     shown = show("--vectors", "hash", "--sentence", "[bold] 'quotes' & more")
     *_, curl = by_hand(shown)
     path = Path(shlex.split(curl)[-1].removeprefix("@"))
@@ -228,15 +249,6 @@ def test_if_the_server_does_not_start_its_log_is_shown(monkeypatch):
     monkeypatch.setattr("attend.cli.clients.COMMAND", ["-m", "attend", "serve", "--port", "-1"])
     with pytest.raises(NotStarted, match="its log ends"), child_server():
         raise AssertionError("not reached")
-
-
-def test_the_server_of_the_demo_ignores_the_users_settings_and_modules(monkeypatch, tmp_path):
-    """The demo shows the same in every environment and folder."""
-    (tmp_path / "attend.py").write_text("raise SystemExit('the wrong one')")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("ATTEND_D_MODEL", "6")
-    with child_server() as url:
-        assert url.startswith("http://127.0.0.1:")
 
 
 def test_an_interrupted_demo_stops_its_server():

@@ -1,6 +1,7 @@
 """Each operator over HTTP against the float64 reference: random calls, selected weights and gradients of layers that have it."""
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -29,14 +30,17 @@ OUTPUTS = ["output", "attention_weights", "scores", "log_sum_exp", "head_outputs
 each_operator = pytest.mark.parametrize("operator", OPERATORS, ids=lambda operator: operator.name)
 
 
+@cache
+def active_specs(operator: type[Operator]) -> list[LayerSpec]:
+    """Random specs of layers with the operator."""
+    return [spec for seed in range(40) if operator.is_active(spec := case_with(operator, seed).spec)]
+
+
 @each_operator
 def test_every_step_has_a_formula_and_a_place(operator: type[Operator]) -> None:
     """Over random specs, since a norm may be before or after RoPE. Windows and chunks have no step, but bound an interval."""
     found: set[str] = set()
-    for seed in range(40):
-        spec = case_with(operator, seed).spec
-        if not operator.is_active(spec):
-            continue
+    for spec in active_specs(operator):
         steps = operator.steps(spec, {operator.field})
         assert {*steps} <= {*PLACES}
         found |= {*steps} | ({"interval"} if str(operator.interval(spec)) else set())
@@ -57,9 +61,8 @@ def test_every_place_of_the_program_is_that_of_an_operator() -> None:
 
 @each_operator
 def test_the_summary_in_tables_of_layers_names_the_field_or_its_value(operator: type[Operator]) -> None:
-    specs = [spec for seed in range(40) if operator.is_active(spec := case_with(operator, seed).spec)]
-    assert specs
-    for one in specs:
+    assert active_specs(operator)
+    for one in active_specs(operator):
         assert operator.summary(one).split()[0] in (operator.field, getattr(one, operator.field))
 
 
@@ -101,8 +104,11 @@ def test_a_spec_with_two_operators_that_conflict_is_refused(operator: type[Opera
 
 
 @each_operator
-@given(seed=SEEDS, dtype=st.sampled_from(["float64", "float32"]))
-def test_random_calls_agree_with_the_reference(client: Client, operator: type[Operator], dtype: str, seed: int) -> None:
+@given(seed=SEEDS, dtype=st.sampled_from(["float64", "float32"]), data=st.data())
+def test_random_calls_agree_with_the_reference(
+    client: Client, operator: type[Operator], dtype: str, seed: int, data: st.DataObject
+) -> None:
+    """Outputs together, the output alone, and the weights of some heads and queries alone."""
     case = case_with(operator, seed, dtype)
     assume(operator.is_active(case.spec))
     exact = put(client, case)
@@ -110,6 +116,14 @@ def test_random_calls_agree_with_the_reference(client: Client, operator: type[Op
         result = client.attend(**case.request, layer=LAYER, outputs=outputs)
         for name in outputs:
             agree(case, name, result[name], getattr(exact, name))
+    select = {
+        name: data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=n, unique=True))
+        for name, n in zip(("heads", "queries"), exact.attention_weights.shape[-3:-1], strict=True)
+        if data.draw(st.booleans())
+    }
+    ours = client.attend(**case.request, layer=LAYER, outputs=["attention_weights"], select=select or None).attention_weights
+    heads, queries = (select.get(name, slice(None)) for name in ("heads", "queries"))
+    agree(case, "attention_weights", ours, exact.attention_weights[..., heads, :, :][..., queries, :])
 
 
 @each_operator
@@ -146,22 +160,6 @@ def test_no_step_changes_what_it_reads(operator: type[Operator], monkeypatch: py
     for seed in range(5):
         case = case_with(operator, seed)
         assert forward.every_output(case.spec, weights_of(case), **case.request)
-
-
-@each_operator
-@given(seed=SEEDS, data=st.data())
-def test_selected_weights_agree_with_the_reference(client: Client, operator: type[Operator], seed: int, data: st.DataObject) -> None:
-    case = case_with(operator, seed)
-    assume(operator.is_active(case.spec))
-    exact = put(client, case).attention_weights
-    select = {
-        name: data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=n, unique=True))
-        for name, n in zip(("heads", "queries"), exact.shape[-3:-1], strict=True)
-        if data.draw(st.booleans())
-    }
-    ours = client.attend(**case.request, layer=LAYER, outputs=["attention_weights"], select=select or None).attention_weights
-    heads, queries = (select.get(name, slice(None)) for name in ("heads", "queries"))
-    agree(case, "attention_weights", ours, exact[..., heads, :, :][..., queries, :])
 
 
 @each_operator
