@@ -13,6 +13,7 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -36,6 +37,8 @@ settings.load_profile("quick")
 # Log exceptions as `attend serve` does: structlog's default also renders the local variables of every frame, which takes seconds.
 renderer = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
 structlog.configure([renderer], logger_factory=lambda *_: structlog.PrintLogger(sys.stderr))
+# Clients share the certificates that they trust by default: each would read them again, in 20 ms.
+httpx._transports.default.create_ssl_context = cache(httpx.create_ssl_context)
 # Leave out tests of an extra or a compiled extension that is not installed.
 collect_ignore_glob = [] if find_spec("ray") else ["deploy/test_ray.py"]
 collect_ignore_glob += [] if numbers.variants()[1:] else ["wire/native/test_numbers.py"]
