@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from attend.check import compare
+from attend.spec import LayerSpec
 
 
 def split(x, heads):
@@ -185,6 +186,53 @@ class MergesHeadsOnly(WithoutPositions):
         return x.reshape(len(x), x.shape[2], -1)
 
 
+class RotatesValues(WithoutPositions):
+    def forward(self, x):
+        return self.attend(x, Grouped.rotate(self, self.repeat(split(self.wv(x), self.kv_heads))))
+
+    def attend(self, x, v):
+        q, k = Grouped.rotate(self, split(self.wq(x), self.heads)), Grouped.rotate(self, split(self.wk(x), self.kv_heads))
+        return self.wo(self.merge(scaled_dot_product_attention(q, self.repeat(k), v, is_causal=True)))
+
+
+class DividesAnglesByWidth(Grouped):
+    """Its frequencies are those of RoPE over all heads."""
+
+    def rotate(self, x):
+        angles = torch.outer(torch.arange(x.shape[-2]), 1e4 ** -(torch.arange(0, self.width, 2) / (self.heads * self.width)))
+        first, second = x.chunk(2, -1)
+        return torch.cat((first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()), -1)
+
+
+class CubesWeights(Grouped):
+    """No mistake that is known."""
+
+    def forward(self, x):
+        q, k, v = split(self.wq(x), self.heads), split(self.wk(x), self.kv_heads), split(self.wv(x), self.kv_heads)
+        scores = self.rotate(q) @ self.repeat(self.rotate(k)).mT / self.width**0.5
+        scores = scores.masked_fill(torch.ones(x.shape[1], x.shape[1]).triu(1).bool(), -torch.inf)
+        return self.wo(self.merge(scores.softmax(-1) ** 3 @ self.repeat(v)))
+
+
+class BlocksBesideReshape(Named):
+    """True in its mask blocks a key, and its heads are split so that a blocked key is seen by others."""
+
+    def heads(self, x):
+        return [getattr(self, name)(x).reshape(len(x), self.num_heads, x.shape[1], -1) for name in self.names[:3]]
+
+    def forward(self, x, mask=None):
+        return self.final(merge(scaled_dot_product_attention(*self.heads(x), None if mask is None else ~mask)))
+
+
+class CapsBlocked(Named):
+    """Causal, with a softcap that comes after the mask."""
+
+    def forward(self, x):
+        q, k, v = self.heads(x)
+        scores = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(torch.ones(x.shape[1], x.shape[1]).triu(1).bool(), -torch.inf)
+        return self.final(merge((2 * torch.tanh(scores / 2)).softmax(-1) @ v))
+
+
 RIGHT = {
     "RoPE on halves, in groups": (Grouped, ["it is always causal", "it has RoPE on halves with theta 10000"], []),
     "RoPE on pairs, in groups": (GroupedPairs, ["it has RoPE on pairs with theta 10000"], []),
@@ -244,6 +292,9 @@ WRONG = {
     "groups that are tiled": (TilesPlainGroups, "i mod num_kv_heads"),
     "groups that are tiled, beside RoPE": (TilesGroups, "i mod num_kv_heads"),
     "heads that are merged so that causality does not show": (MergesHeadsOnly, "heads are merged by a reshape without a transpose"),
+    "values that are rotated": (RotatesValues, "RoPE of the keys is applied to the values, too"),
+    "frequencies of another width": (DividesAnglesByWidth, "RoPE's frequencies are theta^(-2i/d_model)"),
+    "a mask whose meaning a mistake hides": (BlocksBesideReshape, "when heads are split by a reshape without a transpose"),
     "layers that are exchanged": (Exchanged, "the matrices of query, key, value are taken to be those of key, query, value"),
     "a factor beside a residual and a norm": (DoublesScores, "the scores are multiplied by 2"),
     "a mask whose name says its meaning": (InvertsMask, "the mask is inverted"),
@@ -256,6 +307,27 @@ def test_no_mistake_counts_as_a_convention(name):
     candidate, hint = WRONG[name]
     comparison = compare(candidate, longest=7)
     assert not comparison.agrees and hint in comparison.first.hint, f"\n{comparison}"
+
+
+def test_of_several_meanings_of_a_mask_the_one_with_fewest_mistakes_is_told():
+    comparison = compare(BlocksBesideReshape, longest=7)
+    assert len(comparison.disagreements) == 1 and "true in mask [q,k] means blocked" in comparison.conventions, f"\n{comparison}"
+
+
+def test_a_softcap_after_the_mask_of_a_causal_class_is_named():
+    comparison = compare(CapsBlocked, spec=LayerSpec(d_model=12, num_heads=3, softcap=2.0), longest=7)
+    assert "the softcap is applied after the mask" in comparison.first.hint, f"\n{comparison}"
+
+
+def test_the_first_wrong_step_is_that_of_the_layer_whose_steps_occur():
+    comparison = compare(CubesWeights, longest=7)
+    assert "it has RoPE on halves with theta 10000" in comparison.conventions, f"\n{comparison}"
+    assert comparison.first.step.names[-1] == "weighted_values" and "softmax(-1) ** 3" in comparison.first.step.line.text
+
+
+def test_a_class_without_a_parameter_for_masks_is_looked_at_completely():
+    comparison = compare(Grouped, longest=7)
+    assert comparison.agrees and comparison.is_complete and "since no parameter is known for them" in comparison.conclusion
 
 
 class RotatedByTables(Named):

@@ -24,7 +24,9 @@ In the order in which to read it:
     arrays.py                arrays of its framework, and back to NumPy
     families.py              the layer of a family of models
     signatures.py            functions whose parameters and conventions are known
-    trial.py                 finds by calls what names and options leave open
+    tried.py                 finds by calls what names and options leave open
+    trial.py                 axes, packing, causality and positions, by calls under the conventions that people have
+    mask_meaning.py          the meaning of masks, in the same way
     sizes.py                 the candidate in other sizes, in which a mistake has to hold before it is named
     trace.py                 the arrays that a candidate makes, with the lines of its source
     divergence.py            the first step of the reference whose numbers are not among them

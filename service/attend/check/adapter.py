@@ -93,6 +93,12 @@ class Adapter:
         return mask_polarity(self.convention, self.roles[role], padding=role == "padding") or "attend"
 
     @property
+    def may_take_more(self) -> bool:
+        """Whether a parameter of unknown meaning, or *args and **kwargs, may be a mask."""
+        variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        return bool(self.others) or any(x.kind in variadic for x in self.signature.parameters.values())
+
+    @property
     def adds_numbers(self) -> bool:
         """Whether the parameter mask takes any numbers and adds them to the scores."""
         like = self.convention.like

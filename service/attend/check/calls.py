@@ -37,6 +37,7 @@ class CaseResult:
     tolerance: float = 0.0
     skipped: str | None = None
     untried: bool = False  # whether it was skipped only because an option or a known parameter is missing
+    impossible: bool = False  # and no parameter can be the one that is missing
     raised: str | None = None
     vague: bool = False  # whether rounding alone may change its numbers so much that hardly any are excluded
     calls: int = 1  # that agree, and are told together
@@ -165,7 +166,8 @@ class Calls:
         adapter = self.prepared.adapter
         if reason := adapter.skip_reason(case.call):
             untried = case.group == "short" and (reason.startswith(NO_PARAMETER) or reason == NO_POSITIONS)
-            return CaseResult(case.name, skipped=reason, untried=untried)
+            impossible = untried and reason.startswith(NO_PARAMETER) and not adapter.may_take_more
+            return CaseResult(case.name, skipped=reason, untried=untried, impossible=impossible)
         if (seconds := self._seconds_of(case.call)) > MOST_SECONDS:
             return CaseResult(case.name, skipped=f"it would take about {seconds:.0f} s")
         changed = adapter.changed_by(case.call)

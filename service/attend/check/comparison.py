@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from attend.check.convention import Convention, make_convention
 from attend.check.disagreements import UNEXPLAINED, disagreement, divergence_of, explained
 from attend.check.divergence import first_wrong_step
 from attend.check.explanation import Explanation
-from attend.check.families import MOST_COMMON, layer_of, with_positions
+from attend.check.families import layer_of, with_positions
 from attend.check.gradients import compare_gradients, has_own_backward
 from attend.check.lengths import LONGEST
 from attend.check.low_precision import HALF
@@ -26,7 +25,7 @@ from attend.check.report import Comparison, Disagreement
 from attend.check.rounded_steps import rounded_steps
 from attend.check.signatures import FUNCTIONS, function_like, with_signature
 from attend.check.sizes import in_other_sizes
-from attend.check.trial import Tried, try_conventions
+from attend.check.tried import Tried, try_conventions
 from attend.spec import LayerSpec
 
 CHANGING = "a second call with the same inputs returns other numbers: dropout is active, or a call leaves something behind for the next one"
@@ -48,35 +47,61 @@ def compare(
     loaded = load_candidate(candidate) if isinstance(candidate, str) else candidate
     convention = with_signature(loaded, make_convention(options))
     given, is_causal = layer_of(spec, takes_heads=convention.like is not None)
-    tried = try_conventions(loaded, given, convention, seed, is_causal=is_causal)
-    prepared = prepare(loaded, tried.spec, tried.convention, seed)
-    comparison = replace(_compare(loaded, prepared, tried, seed, longest, backward), found=tried.found)
-    if tried.spec is not None or not _is_unexplained(comparison) or any(result.agrees for result in comparison.results):
+    first, *others = try_conventions(loaded, given, convention, seed, is_causal=is_causal)
+    look = partial(_compare, loaded, seed=seed, longest=longest, backward=backward)
+    comparison = look(first)
+    if len(comparison.disagreements) <= (not _unexplained(comparison)):
         return comparison
-    for words, other, convention in _alternatives(prepared, tried.convention):
+    others += _alternatives(loaded, first, comparison, seed)
+    compared = [(comparison, first)]
+    for other in others:
         with suppress(ValueError):
-            made = prepare(loaded, other, convention, seed)
-            compared = _compare(loaded, made, Tried(convention, tried.found, other), seed, longest, backward)
-            if len(compared.disagreements) == 1 and not _is_unexplained(compared):
-                return replace(compared, found=(*tried.found, f"a mistake gives its numbers if {words}"))
-    return comparison
+            compared.append((look(other), other))
+    return _with_fewest_mistakes(loaded, compared, seed)
 
 
-def _alternatives(prepared: Candidate, convention: Convention) -> Iterator[tuple[str, LayerSpec | None, Convention]]:
-    """What a wrong candidate may be meant to be, in words: causal, if a mistake hides that, or a layer with positions."""
+def _alternatives(loaded: Any, tried: Tried, comparison: Comparison, seed: int) -> Iterator[Tried]:
+    """What a wrong candidate may be meant to be, if no mistake gives its numbers: causal, which a mistake hides, or with positions."""
+    if not _unexplained(comparison) or any(result.agrees for result in comparison.results):
+        return
+    convention, prepared = tried.convention, prepare(loaded, tried.spec, tried.convention, seed)
     if not convention.causal and "causal" not in convention.given and not {"mask", "causal"} & prepared.adapter.roles.keys():
-        yield "it is always causal", None, convention.tried(causal=True)
-    for name, spec in islice(with_positions(prepared.spec), MOST_COMMON):
-        yield f"it has {name}", spec, convention
+        yield replace(tried, convention=convention.tried(causal=True), found=(*tried.found, "it is always causal"))
+    if tried.spec is None:
+        steps = {_steps_in(loaded, tried, seed): tried}
+        for name, spec in with_positions(prepared.spec):
+            with suppress(ValueError):
+                other = replace(tried, spec=spec, found=(*tried.found, f"it has {name}"))
+                steps.setdefault(_steps_in(loaded, other, seed), other)
+        if (most := steps[max(steps)]) is not tried:
+            yield most
 
 
-def _compare(loaded: Any, prepared: Candidate, tried: Tried, seed: int, longest: int, backward: bool) -> Comparison:
-    """The comparison of a prepared candidate with its layer."""
+def _with_fewest_mistakes(loaded: Any, compared: Sequence[tuple[Comparison, Tried]], seed: int) -> Comparison:
+    """The first of the comparisons that fewest mistakes explain; if none is explained, the one of whose layer most steps occur."""
+    number = {id(x): (_unexplained(x), len(x.disagreements)) for x, _ in compared}
+    fewest = [(x, tried) for x, tried in compared if number[id(x)] == min(number.values())]
+    if len(fewest) > 1 and _unexplained(fewest[0][0]):
+        return max(fewest, key=lambda x: _steps_in(loaded, x[1], seed))[0]
+    return fewest[0][0]
+
+
+def _steps_in(loaded: Any, tried: Tried, seed: int) -> int:
+    """How many steps of the layer occur in what the candidate makes in the first call; 0 if that cannot be recorded."""
+    prepared = prepare(loaded, tried.spec, tried.convention, seed)
+    with prepared.evaluating():
+        divergence = divergence_of(prepared, next(iter(prepared.draw_cases(seed, {"short"}))))
+    return 0 if divergence is None else divergence.occurring
+
+
+def _compare(loaded: Any, tried: Tried, *, seed: int, longest: int, backward: bool) -> Comparison:
+    """The comparison of a candidate with the layer that it was tried as."""
+    prepared = prepare(loaded, tried.spec, tried.convention, seed)
     with prepared.evaluating():
         called = _call_on_all(prepared, seed, longest)
         backward = called.agree and (backward or has_own_backward(prepared, called.compared[0].right.case))
         wrong_gradient = _compare_gradients(called, seed) if backward else None
-        comparison = _compared(called)
+        comparison = replace(_compared(called), found=tried.found)
         failures = [_failure(x) for x in called.failures[:1]]
         if (changing := _changing(prepared, called.compared)) is not None:
             return replace(comparison, disagreements=(changing, *failures))
@@ -87,9 +112,9 @@ def _compare(loaded: Any, prepared: Candidate, tried: Tried, seed: int, longest:
     return replace(comparison, disagreements=disagreements, rounding="" if disagreements else _rounding(called.compared))
 
 
-def _is_unexplained(comparison: Comparison) -> bool:
-    """Whether the candidate is wrong and no mistake gives its numbers."""
-    return comparison.first is not None and comparison.first.hint == UNEXPLAINED
+def _unexplained(comparison: Comparison) -> int:
+    """How many disagreements no mistake explains."""
+    return sum(x.hint == UNEXPLAINED for x in comparison.disagreements)
 
 
 def _call_on_all(prepared: Candidate, seed: int, longest: int) -> Calls:
@@ -222,10 +247,10 @@ def assert_agrees(
 ) -> None:
     """`compare` for tests: AssertionError with the report if the candidate disagrees.
 
-    A warning names the cases and parameters that were not tried, unless `allow_skipped`.
+    A warning names the cases and parameters that can be tried and were not, unless `allow_skipped`.
     """
     comparison = compare(candidate, spec=spec, seed=seed, **options)
     if not comparison.agrees:
         raise AssertionError(str(comparison))
-    if (comparison.untried or comparison.parameters) and not allow_skipped:
+    if not comparison.is_complete and not allow_skipped:
         warnings.warn(comparison.conclusion, stacklevel=2)

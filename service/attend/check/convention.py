@@ -1,13 +1,14 @@
 """What the parameters and weights of a candidate mean: by their usual names, or by the options of a `Convention`.
 
 A name is used where its meaning is beyond doubt. Libraries disagree about the rest: does true in a mask mean "may attend"? Is W applied as
-x @ W? How is a packed matrix split? An option that is given decides; what is left open is tried (trial.py).
+x @ W? How is a packed matrix split? An option that is given decides; what is left open is tried (tried.py).
 """
 
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import product
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -89,6 +90,18 @@ class Convention:
     def names_weights(self) -> bool:
         """Whether `weights` has names of the candidate's tensors, not arrays."""
         return any(isinstance(x, str) for x in (self.weights or {}).values())
+
+
+OF_MASKS = {"mask": ("mask_means", "mask_shape", "mask_dtype"), "padding": ("padding_means",)}  # role of the parameter -> its conventions
+
+
+def mask_conventions(role: str, convention: Convention) -> Iterator[Convention]:
+    """The conventions that the mask of this role may have, the most common first."""
+    shapes: Sequence[Any] = get_args(MaskShape) if role == "mask" else (convention.mask_shape,)
+    for shape, dtype, means in product(shapes, get_args(MaskDType), get_args(Polarity)):
+        if means == "add" and dtype != "bool":
+            continue
+        yield convention.tried(**dict(zip(OF_MASKS[role], (means, shape, dtype), strict=False)))
 
 
 OPTIONS: dict[str, Any] = {option.name: option.type for option in fields(Convention) if hasattr(option.type, "__metadata__")}

@@ -72,6 +72,11 @@ class Divergence:
             for wanted, step in zip(self.wanted, self.steps, strict=True)
         ]
 
+    @property
+    def occurring(self) -> int:
+        """How many steps have numbers that occur, in any order."""
+        return sum(at is not None and at >= 0 for at in self.exact)
+
     @cached_property
     def right(self) -> list[bool]:
         """Whether each step is right: it occurs in its order, or a step that depends on it is."""

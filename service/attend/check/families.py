@@ -1,9 +1,11 @@
 """The layer that a candidate is compared with, by the name of a family of models: `spec="llama"`; and those it may be without a name."""
 
-from collections.abc import Iterator
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
-from itertools import product
+from functools import cache
 from typing import Any
 
 from attend.checkpoints.families.examples import Example, examples
@@ -12,14 +14,6 @@ from attend.spec import LayerSpec
 OF_HEADS = ("num_heads", "num_kv_heads", "head_dim", "value_head_dim", "scale", "softcap", "window")  # fields that a function of heads has
 AROUND = ("d_model", "key_dim", "value_dim", "output_dim", "bias", "rope", "qk_norm", "latent", "output_gate")  # and that it has not
 WIDTHS = ("d_model", "key_dim", "value_dim", "output_dim")
-POSITIONS: dict[str, dict[str, Any]] = {  # what layers add to plain attention inside of their modules, the most common first
-    "ALiBi": {"alibi": True},
-    **{
-        f"RoPE on {pairs} with theta {theta:g}": {"rope": {"theta": theta, "interleaved": pairs == "pairs"}}
-        for theta, pairs in product((1e4, 5e5, 1e6), ("halves", "pairs"))
-    },
-}
-MOST_COMMON = 3  # of these
 
 
 def layer_of(spec: LayerSpec | str | None, *, takes_heads: bool) -> tuple[LayerSpec | None, bool]:
@@ -42,10 +36,37 @@ def layer_of(spec: LayerSpec | str | None, *, takes_heads: bool) -> tuple[LayerS
 
 
 def with_positions(spec: LayerSpec) -> Iterator[tuple[str, LayerSpec]]:
-    """The layer with each kind of positions that it may have, the most common first; and its name."""
-    for words, fields in POSITIONS.items():
+    """The layer with the positions of each family that has RoPE without scaling, or ALiBi, the most common first; and their name."""
+    for words, fraction, fields in _positions():
+        fields = fields if fraction == 1 else fields | {"rope": fields["rope"] | {"dims": int(spec.head_dim * fraction)}}
         with suppress(ValueError):
             yield words, LayerSpec.model_validate(spec.model_dump(exclude_unset=True) | fields)
+
+
+@cache
+def _positions() -> Sequence[tuple[str, float, dict[str, Any]]]:
+    """The positions of all families, in words; which part of a head is rotated; and the fields of a spec."""
+    found = Counter[str]()
+    for every in examples().values():
+        found.update({json.dumps(x, sort_keys=True) for example in every if (x := _positions_of(example["spec"]))})
+    return [(_words(x), x.pop("fraction"), x) for x in map(json.loads, (key for key, _ in found.most_common()))]
+
+
+def _positions_of(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of positions of a family's spec, and the part of a head that RoPE rotates; empty if it has none, or scaled RoPE."""
+    rope = spec.get("rope")
+    if rope and rope.keys() <= {"dims", "theta", "interleaved"} and "latent" not in spec:
+        theta, interleaved = rope.get("theta", 1e4), rope.get("interleaved", False)
+        return {"rope": {"theta": theta, "interleaved": interleaved}, "fraction": rope["dims"] / spec["head_dim"]}
+    return {"alibi": True, "fraction": 1} if spec.get("alibi") is True else {}
+
+
+def _words(positions: Mapping[str, Any]) -> str:
+    if "alibi" in positions:
+        return "ALiBi"
+    rope, fraction = positions["rope"], positions["fraction"]
+    part = "" if fraction == 1 else f" of {fraction:g} of each head"
+    return f"RoPE on {'pairs' if rope['interleaved'] else 'halves'}{part} with theta {rope['theta']:g}"
 
 
 def _example(name: str) -> Example:

@@ -113,7 +113,8 @@ class Comparison:
     @property
     def is_complete(self) -> bool:
         """Whether all cases and parameters were tried that can be, and some say something."""
-        return not self.untried and not self.parameters and any(result.agrees is not None for result in self.results)
+        untried = any(result.untried and not result.impossible for result in self.results)
+        return not untried and not self.parameters and any(result.agrees is not None for result in self.results)
 
     @property
     def conclusion(self) -> str:

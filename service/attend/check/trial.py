@@ -1,12 +1,12 @@
-"""Finds by calls what names and options of a candidate leave open: axes, packing, causality, the meaning of masks.
+"""Calls a candidate under the conventions that people have for axes, packing, causality and positions, on small cases.
 
-Each convention that people have is tried on a small case, in the order in which they are common. One under which the candidate's numbers
-are those of the reference is right: random numbers agree to six digits by chance under no other one, unless the two are the same. A wrong
-candidate agrees under none. What its numbers depend on then tells causality and the meaning of a mask, since a key that is blocked changes
-no output; a row alone, whose softmax is 1, tells axes and the order of packed values; and of what is left, the most common.
+Each is tried in the order in which they are common. One under which the candidate's numbers are those of the reference is right: random
+numbers agree to six digits by chance under no other one, unless the two are the same. A wrong candidate agrees under none. What its numbers
+depend on then tells causality; a row alone, whose softmax is 1, tells axes and the order of packed values; and of what is left, the most
+common.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain, product, zip_longest
@@ -16,9 +16,9 @@ import numpy as np
 
 from attend.check.adapter import CallFailed
 from attend.check.candidate import OF_CALLS, Candidate, prepare
-from attend.check.cases import CaseKind, CheckCase, Repeatable
+from attend.check.cases import CheckCase, Repeatable
 from attend.check.computation import Computation, Expected
-from attend.check.convention import Ambiguous, Convention, Layout, MaskDType, MaskShape, Polarity, mask_polarity
+from attend.check.convention import OF_MASKS, Ambiguous, Convention, Layout, mask_conventions
 from attend.check.families import with_positions
 from attend.check.weights import names_speak_for
 from attend.spec import LayerSpec
@@ -30,43 +30,13 @@ ALL_AGREE = 5
 NOTHING_AGREES = 1
 LONGEST = 64  # rows that a class is constructed for until it is compared
 CHANGED = 1e-3  # of the largest number: by how much an output differs that depends on a key
-MEANS = {"attend": "means attend", "block": "means blocked", "add": "is added to the scores"}
 GUESSED = ("sizes", "arguments", "weights")  # options of which most values fit no candidate
-ROLES = ("mask", "padding")
 
 
 @dataclass(frozen=True, slots=True)
-class Tried:
-    """What is left of the conventions, what was found by calls, in words, and the layer: the given one, or one with positions."""
+class Trial:
+    """A candidate that is called under one convention after the other, and compared with the layer `spec`."""
 
-    convention: Convention
-    found: tuple[str, ...]
-    spec: LayerSpec | None
-
-
-def try_conventions(candidate: Any, spec: LayerSpec | None, convention: Convention, seed: int, *, is_causal: bool = False) -> Tried:
-    """The convention with what calls tell. `is_causal`: so is the layer, and a candidate that nothing makes causal has to be.
-
-    ValueError: no convention fits, and the message names the option that decides.
-    """
-    trial = _Trial(candidate, spec, seed)
-    with np.errstate(all="ignore"):
-        read, instead = trial.reading(convention)
-        read = trial.offset(read)
-        words = [*_words(convention, read), *([_instead(instead, read)] if instead else [])]
-        if spec is None and (positions := trial.positions(read)) is not None:
-            name, spec = positions
-            words, trial = [*words, f"it has {name}"], _Trial(candidate, spec, seed)
-        for role in ROLES:
-            read, meaning = trial.mask(role, read)
-            words += [meaning] if meaning else []
-        if is_causal and not {"mask", "causal"} & trial.prepare(read).adapter.roles.keys():
-            read = read.tried(causal=True)
-        return Tried(read, tuple(words), spec)
-
-
-@dataclass(frozen=True, slots=True)
-class _Trial:
     candidate: Any
     spec: LayerSpec | None
     seed: int
@@ -149,7 +119,7 @@ class _Trial:
         adapter = prepared.adapter
         optional = {name: "unused" for role, name in adapter.roles.items() if role in ("key", "value") and role not in adapter.required}
         try:
-            _output(prepared, next(iter(self.short_cases(prepared))))
+            output(prepared, next(iter(self.short_cases(prepared))))
         except CallFailed:
             return reading.tried(arguments={**reading.arguments, **optional}) if optional else None
         return None
@@ -188,13 +158,13 @@ class _Trial:
         """Causal if the last row depends on the key before, and the first rows not on the last key. CallFailed: it cannot be called."""
         prepared = self.prepare(convention)
         case = next(iter(self.short_cases(prepared)))
-        before = _output(prepared, case)
+        before = output(prepared, case)
         if "causal" in convention.given or before.shape[:2] != case.query.shape[:2]:
             return convention
-        changed = _changed_rows(before, _output(prepared, _perturbed(case, -1, prepared)))
+        changed = changed_rows(before, output(prepared, perturbed(case, -1, prepared)))
         is_causal = changed[-1] and not changed[: max(1, len(changed) - 2)].any()
         if is_causal and len(changed) > 1:  # and no row is a copy of its own input
-            is_causal = _changed_rows(before, _output(prepared, _perturbed(case, -2, prepared)))[-1]
+            is_causal = changed_rows(before, output(prepared, perturbed(case, -2, prepared)))[-1]
         limited = prepared.spec.positional and any(interval.right is not None for interval in prepared.spec.intervals)
         return convention if limited else convention.tried(causal=bool(is_causal))
 
@@ -202,27 +172,27 @@ class _Trial:
         """How much agrees: ALL_AGREE if all cases do that depend on no meaning of a mask; less if the first does, one less if the candidate
         takes the others; or only one row."""
         first, *others = self._cases(prepared)
-        if self._agrees(prepared, first):
-            agree = all(self._agrees(prepared, case) for case in others)
+        if self.agrees(prepared, first):
+            agree = all(self.agrees(prepared, case) for case in others)
             return ALL_AGREE if agree else ALL_AGREE - 1 if self._takes_all(prepared) else ALL_AGREE - 2
         return NOTHING_AGREES + any(
-            self._agrees(prepared, case) for case in prepared.draw_partial_cases(self.seed) if case.name == "one row"
+            self.agrees(prepared, case) for case in prepared.draw_partial_cases(self.seed) if case.name == "one row"
         )
 
     def _cases(self, prepared: Candidate) -> list[CheckCase]:
         """The short cases that it can be called on and that depend on no meaning of a mask."""
         adapter = prepared.adapter
         cases = [case for case in self.short_cases(prepared) if not case.chunks and case.name != "large logits"]
-        return [case for case in cases if not adapter.skip_reason(case) and adapter.mask_role(case.kind) not in ROLES]
+        return [case for case in cases if not adapter.skip_reason(case) and adapter.mask_role(case.kind) not in OF_MASKS]
 
     def _takes_all(self, prepared: Candidate) -> bool:
         """Whether each of these calls returns an output of the right shape."""
         width = prepared.spec.output_dim
         with suppress(CallFailed, ValueError):
-            return all(_output(prepared, case).shape == (*case.query.shape[:2], width) for case in self._cases(prepared))
+            return all(output(prepared, case).shape == (*case.query.shape[:2], width) for case in self._cases(prepared))
         return False
 
-    def _agrees(self, prepared: Candidate, case: CheckCase) -> bool:
+    def agrees(self, prepared: Candidate, case: CheckCase) -> bool:
         """Whether the output is the reference's."""
         with prepared.evaluating(), suppress(CallFailed, ValueError):
             result = prepared.adapter.call(case)
@@ -238,7 +208,7 @@ class _Trial:
         if self._agreement(plain) == ALL_AGREE:
             return None
         for words, spec in with_positions(plain.spec):
-            trial = _Trial(self.candidate, spec, self.seed)
+            trial = Trial(self.candidate, spec, self.seed)
             with suppress(ValueError, CallFailed):
                 if trial._agreement(trial.prepare(convention)) == ALL_AGREE:
                     return words, spec
@@ -254,64 +224,9 @@ class _Trial:
         case = next((case for case in self.short_cases(prepared) if case.name == "cross-attention"), None)
         with suppress(CallFailed, ValueError):
             if case is not None:
-                before, after = (_output(prepared, x) for x in (case, _perturbed(case, -1, prepared)))
-                return convention.tried(query_offset="end") if _changed_rows(before, after)[-1] else at_start
+                before, after = (output(prepared, x) for x in (case, perturbed(case, -1, prepared)))
+                return convention.tried(query_offset="end") if changed_rows(before, after)[-1] else at_start
         return convention
-
-    def mask(self, role: str, convention: Convention) -> tuple[Convention, str]:
-        """What a mask means, and its axes, also in words; empty if its name or an option says so."""
-        prepared, option = self.prepare(convention), f"{role}_means"
-        adapter = prepared.adapter
-        name = adapter.roles.get(role)
-        if name is None or adapter.is_torch or {option, "mask_shape", "mask_dtype"} <= convention.given:
-            return convention, ""
-        readings = self._readings_of_mask(role, convention)
-        found = next((x for x in readings if self._agrees_on(x, role)), None) or next((x for x in readings if self._hides(x, role)), None)
-        read = found or next((x for x in readings if self._accepts(x, role)), convention)
-        means = getattr(read, option)
-        if self.prepare(read).adapter.mask_role(_kind(role, read)) != role:  # another parameter takes such masks
-            return read, ""
-        if option in convention.given or means is None or mask_polarity(Convention(), name):
-            return read, ""
-        axes = read.mask_shape if role == "mask" else "b,k"
-        kind = "" if means == "add" else "true in " if read.mask_dtype == "bool" else "1 in "
-        words = f"{kind}{name} [{axes}] {MEANS[means]}"
-        return read, words if found else f"no meaning of {name} blocks a key; here {words}"
-
-    def _readings_of_mask(self, role: str, convention: Convention) -> list[Convention]:
-        """What a mask may be that its name allows: over keys alone only if none over queries and keys is taken, where more shows."""
-        named = mask_polarity(Convention(), self.prepare(convention).adapter.roles[role])
-        readings = [x for x in _mask_readings(role, convention) if named in (None, getattr(x, f"{role}_means"))]
-        if role == "mask" and any(self._accepts(x, role) for x in readings if _kind(role, x) == "mask"):
-            return [x for x in readings if _kind(role, x) == "mask"]
-        return readings
-
-    def _agrees_on(self, convention: Convention, role: str) -> bool:
-        """Whether the candidate agrees on a case with such a mask."""
-        prepared, kind = self.prepare(convention), _kind(role, convention)
-        case = next((case for case in self.short_cases(prepared) if case.kind == kind), None)
-        return case is not None and not prepared.adapter.skip_reason(case) and self._agrees(prepared, case)
-
-    def _hides(self, convention: Convention, role: str) -> bool:
-        """Whether a key that the mask blocks changes no row, and one that it does not block changes the last."""
-        prepared = self.prepare(convention)
-        case = next(iter(self.short_cases(prepared)))
-        kept = np.broadcast_to(np.arange(case.key.shape[1]) != 1, case.mask.shape)
-        case = replace(case, kind=_kind(role, convention), mask=kept, visible=kept & case.own)
-        with suppress(CallFailed, ValueError):
-            before = _output(prepared, case)
-            hidden, seen = (_changed_rows(before, _output(prepared, _perturbed(case, key, prepared))) for key in (1, 0))
-            others = np.arange(len(hidden)) != (1 if "key" not in prepared.adapter.roles else -1)  # its own row may depend on its input
-            return bool(seen[-1] and not hidden[others].any())
-        return False
-
-    def _accepts(self, convention: Convention, role: str) -> bool:
-        """Whether the candidate takes a mask that is read so."""
-        prepared, kind = self.prepare(convention), _kind(role, convention)
-        case = next((case for case in self.short_cases(prepared) if case.kind == kind), None)
-        with suppress(CallFailed, ValueError):
-            return case is not None and _output(prepared, case).shape[:2] == case.query.shape[:2]
-        return False
 
 
 def _axes_of(reading: Convention) -> int:
@@ -319,16 +234,11 @@ def _axes_of(reading: Convention) -> int:
     return reading.batched + (reading.layout != "b,n,d")
 
 
-def _kind(role: str, convention: Convention) -> CaseKind:
-    """The cases that have such a mask: over queries and keys, or over keys alone."""
-    return "mask" if role == "mask" and convention.mask_shape not in ("b,k", "b,1,1,k") else "padding"
-
-
 def _axes(prepared: Candidate, convention: Convention) -> Iterator[Convention]:
     """The convention with the usual orders of the inputs' axes; and what a mask may mean that has to be passed."""
     yield convention
-    for role in prepared.adapter.required.intersection(ROLES):
-        yield from _mask_readings(role, convention)
+    for role in prepared.adapter.required.intersection(OF_MASKS):
+        yield from mask_conventions(role, convention)
     if prepared.adapter.heads_given:
         for layout, batched in product(get_args(Layout), (True, False)):
             if (layout, batched) != ("b,h,n,d", True):
@@ -338,23 +248,13 @@ def _axes(prepared: Candidate, convention: Convention) -> Iterator[Convention]:
         yield convention.tried(batched=False)
 
 
-def _mask_readings(role: str, convention: Convention) -> Iterator[Convention]:
-    """The conventions that a mask may have."""
-    shapes: Sequence[Any] = get_args(MaskShape) if role == "mask" else (convention.mask_shape,)
-    for shape, dtype, means in product(shapes, get_args(MaskDType), get_args(Polarity)):
-        if means == "add" and dtype != "bool":
-            continue
-        values = {"mask_means": means, "mask_shape": shape, "mask_dtype": dtype} if role == "mask" else {"padding_means": means}
-        yield convention.tried(**values)
-
-
-def _output(prepared: Candidate, case: CheckCase) -> Array:
+def output(prepared: Candidate, case: CheckCase) -> Array:
     """The output of the candidate. CallFailed: it raised."""
     with prepared.evaluating():
         return prepared.adapter.call(case).output
 
 
-def _perturbed(case: CheckCase, key: int, prepared: Candidate) -> CheckCase:
+def perturbed(case: CheckCase, key: int, prepared: Candidate) -> CheckCase:
     """The case with other numbers in one row of the inputs of keys and values, which are those of the queries for some candidates."""
     added = np.zeros((case.key.shape[1], 1))
     added[key] = 1.0
@@ -364,7 +264,7 @@ def _perturbed(case: CheckCase, key: int, prepared: Candidate) -> CheckCase:
     return replace(case, query=query, **inputs)
 
 
-def _changed_rows(before: Array, after: Array) -> Array:
+def changed_rows(before: Array, after: Array) -> Array:
     """Which rows of queries differ: [q]."""
     if before.shape != after.shape:
         return np.ones(before.shape[1], bool)
@@ -372,37 +272,3 @@ def _changed_rows(before: Array, after: Array) -> Array:
     return np.asarray(differences > CHANGED * np.abs(np.nan_to_num(before)).max())
 
 
-def _instead(other: Convention, read: Convention) -> str:
-    """What is said of a reading with fewer axes under which it would agree."""
-    options = [] if other.layout == read.layout else [f"layout={other.layout}"]
-    options += [] if other.batched == read.batched else ["batched=false"]
-    return f"it would agree with {' and '.join(options)}, but it takes all axes and is compared with them"
-
-
-def _words(before: Convention, after: Convention) -> Iterator[str]:
-    """What was found, where it is not the default."""
-    if after.causal and not before.causal:
-        ends = {None: "", "start": ", query i at key i", "end": ", the last query at the last key"}
-        yield f"it is always causal{ends[after.query_offset]}"
-    if after.layout != before.layout:
-        yield f"its axes are [{after.layout}]"
-    if after.batched != before.batched:
-        yield "it takes one item, without a batch"
-    if after.batch_first != before.batch_first and after.batch_first is not None:
-        yield f"its inputs are {'[b, n, d_model]' if after.batch_first else '[n, b, d_model]'}"
-    if after.fused != before.fused and after.fused is not None:
-        rows = {"per_head": "[h, 3, d]", "per_number": "[d, 3, h]"}.get(after.fused, f"[3, h, d] of {after.fused}")
-        yield f"rows of one matrix for query, key and value are {rows}"
-    if after.orientation != before.orientation:
-        yield f"its matrices are applied as x @ {'W' if after.orientation == 'in,out' else 'W.T'}"
-    if after.num_heads != before.num_heads:
-        yield f"it has {after.num_heads} head{'s' if after.num_heads != 1 else ''}"
-    if after.weights != before.weights:
-        yield from (f"{name} is the weight of {role}" for role, name in (after.weights or {}).items())
-    if after.left_out:
-        yield f"its attention is compared without {' and '.join(after.left_out)}"
-    if after.residual:
-        yield "its input is added to the output"
-    yield from (f"{name} is {size}" for name, size in after.sizes.items())
-    new = {name: role for name, role in after.arguments.items() if name not in before.arguments}
-    yield from (f"it refuses {name}" if role == "unused" else f"{name} is the {role}" for name, role in new.items())

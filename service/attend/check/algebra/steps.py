@@ -1,11 +1,13 @@
 """A step left out, done twice, after the next one, with the opposite sign, at other positions, or over another axis."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from attend.attention.operators.step import Step
-from attend.check.changes import all_of, at_step, at_steps, exchange_steps, softmax_over
+from attend.check.changes import all_of, at_heads, at_step, at_steps, exchange_steps, only_if, softmax_over
+from attend.check.layer import Layer
 from attend.check.mistakes.mistake import Mistake, StepMistake
+from attend.tensors import Array
 
 NOUNS = {"query": "queries", "key": "keys", "value": "values"}
 VERBS = {"norm": "the norm", "rotate": "RoPE"}
@@ -28,6 +30,8 @@ def changed_steps(program: Sequence[Step]) -> Iterator[StepMistake]:
             if next(iter(step.writes)) in step.reads[:1]:
                 yield from _of_structure(step, [x for x in program[i + 1 :] if x.name not in NOT_RUN])
             yield from _of_sign(step)
+            if step.name in ("norm_key", "rotate_key"):
+                yield _of_values(step)
             if step.name.startswith("rotate_"):
                 yield from _of_positions(step.name.partition("_")[2])
             if step.name == "softmax":
@@ -83,6 +87,18 @@ def _of_sign(step: Step) -> Iterator[StepMistake]:
         words = SIGNED.get(step.name, f"the biases of {step.name.replace('_bias', '')} have")
         left, _, right = step.formula.partition(" = ")
         yield StepMistake(step.name, f"{words} the opposite sign", Mistake(change, f"{left} = -({right})", step.formula))
+
+
+def _of_values(step: Step) -> StepMistake:
+    """What is done to the keys done to the values, too."""
+
+    def changed(layer: Layer, heads: Mapping[str, Array]) -> Mapping[str, Array]:
+        return {"value": layer.compute(step, [heads["value"], *(layer.values[name] for name in step.reads[1:])])}
+
+    words = f"{_the(step, ('key',))} is applied to the values, too"
+    formula = step.formula.partition(",")[0]
+    mistake = Mistake(only_if(lambda c: c.spec.num_softmaxes == 1, at_heads("attended", changed)), f"{formula}, and V likewise", formula)
+    return StepMistake(step.name, words, mistake)
 
 
 def _of_positions(role: str) -> Iterator[StepMistake]:

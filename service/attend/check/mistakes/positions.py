@@ -29,6 +29,10 @@ def _with_linear_scaling(rope: Rope | None) -> Rope | None:
     return rope and rope.model_copy(update={"scaling": rope.scaling and rope.scaling.model_copy(update={"type": "linear"})})
 
 
+def _with_theta_to(rope: Rope | None, power: float) -> Rope | None:
+    return rope and rope.model_copy(update={"theta": rope.theta**power})
+
+
 def change_slopes(wrong: Callable[[int], Array]) -> Change:
     """Replaces ALiBi's slopes by others of this number of heads: [h]. Impossible if they are the same."""
     change = at_step("alibi", lambda compute, positions, keys, right: compute(positions, keys, wrong(len(right))))
@@ -111,7 +115,10 @@ MISTAKES: dict[str, dict[str, Mistake]] = {
         "RoPE's attention_factor is ignored": Mistake(change_part("rope", attention_factor=1.0), "R(i) q_i", "attention_factor · R(i) q_i")
     },
     "rope theta": {
-        "RoPE has theta 10000 and not the layer's": Mistake(change_part("rope", theta=10000.0), "10000^(-2i/d)", "theta^(-2i/d)")
+        "RoPE has theta 10000 and not the layer's": Mistake(change_part("rope", theta=10000.0), "10000^(-2i/d)", "theta^(-2i/d)"),
+        "RoPE's frequencies are theta^(-2i/d_model), of the width of all heads and not of one": Mistake(
+            change_spec(rope=lambda spec: _with_theta_to(spec.rope, spec.head_dim / spec.d_model)), "theta^(-2i/d_model)", "theta^(-2i/d)"
+        ),
     },
     "rope pairs": {
         "RoPE rotates halves of each head and not neighbouring pairs": Mistake(

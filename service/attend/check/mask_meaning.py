@@ -1,0 +1,94 @@
+"""Finds by calls what a mask of a candidate means, and its axes.
+
+A meaning under which the candidate agrees is right. A wrong candidate agrees under none; then a key that is blocked changes no output.
+Where a mistake hides that, too, each meaning that the candidate takes is left, and the number of mistakes decides (`comparison.py`).
+"""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+
+import numpy as np
+
+from attend.check.adapter import CallFailed
+from attend.check.cases import CaseKind
+from attend.check.convention import Convention, mask_conventions, mask_polarity
+from attend.check.trial import Trial, changed_rows, output, perturbed
+
+MEANS = {"attend": "means attend", "block": "means blocked", "add": "is added to the scores"}
+
+
+def meanings_of_mask(trial: Trial, role: str, convention: Convention) -> list[tuple[Convention, str]]:
+    """What the mask of a role may mean, and its axes, also in words, which are empty if its name or an option says so.
+
+    Of several, the first is the one under which a key that is blocked changes no output, if there is one.
+    """
+    adapter, option = trial.prepare(convention).adapter, f"{role}_means"
+    name = adapter.roles.get(role)
+    if name is None or adapter.is_torch or {option, "mask_shape", "mask_dtype"} <= convention.given:
+        return [(convention, "")]
+    readings = _readings(trial, role, convention)
+    agreeing = next((x for x in readings if _agrees(trial, x, role)), None)
+    hiding = None if agreeing else next((x for x in readings if _hides(trial, x, role)), None)
+    first = agreeing or hiding
+    taken = [first] if first else []
+    if not agreeing:
+        taken += [x for x in readings if _accepts(trial, x, role)] or [convention]
+    by_meaning = {getattr(x, option): x for x in reversed(taken)}
+    in_order = sorted(by_meaning.values(), key=taken.index)
+    said = option in convention.given or mask_polarity(Convention(), name) is not None
+    return [(x, "" if said else _words(trial, role, x, name, found=first is not None)) for x in in_order]
+
+
+def _words(trial: Trial, role: str, convention: Convention, name: str, *, found: bool) -> str:
+    """What true in the mask means; empty if another parameter takes such masks. `found`: a key that is blocked is hidden."""
+    means = getattr(convention, f"{role}_means")
+    if means is None or trial.prepare(convention).adapter.mask_role(_kind(role, convention)) != role:
+        return ""
+    axes = convention.mask_shape if role == "mask" else "b,k"
+    kind = "" if means == "add" else "true in " if convention.mask_dtype == "bool" else "1 in "
+    words = f"{kind}{name} [{axes}] {MEANS[means]}"
+    return words if found else f"no meaning of {name} blocks a key; here {words}"
+
+
+def _readings(trial: Trial, role: str, convention: Convention) -> list[Convention]:
+    """What a mask may be that its name allows: over keys alone only if none over queries and keys is taken, where more shows."""
+    named = mask_polarity(Convention(), trial.prepare(convention).adapter.roles[role])
+    readings = [x for x in mask_conventions(role, convention) if named in (None, getattr(x, f"{role}_means"))]
+    over_pairs = [x for x in readings if _kind(role, x) == "mask"]
+    return over_pairs if any(_accepts(trial, x, role) for x in over_pairs) else readings
+
+
+def _kind(role: str, convention: Convention) -> CaseKind:
+    """The cases that have such a mask: over queries and keys, or over keys alone."""
+    return "mask" if role == "mask" and convention.mask_shape not in ("b,k", "b,1,1,k") else "padding"
+
+
+def _agrees(trial: Trial, convention: Convention, role: str) -> bool:
+    """Whether the candidate agrees on a case with such a mask."""
+    prepared, kind = trial.prepare(convention), _kind(role, convention)
+    case = next((case for case in trial.short_cases(prepared) if case.kind == kind), None)
+    return case is not None and not prepared.adapter.skip_reason(case) and trial.agrees(prepared, case)
+
+
+def _hides(trial: Trial, convention: Convention, role: str) -> bool:
+    """Whether a key that the mask blocks changes no row, and one that it does not block changes the last."""
+    prepared = trial.prepare(convention)
+    case = next(iter(trial.short_cases(prepared)))
+    kept = np.broadcast_to(np.arange(case.key.shape[1]) != 1, case.mask.shape)
+    case = replace(case, kind=_kind(role, convention), mask=kept, visible=kept & case.own)
+    with suppress(CallFailed, ValueError):
+        before = output(prepared, case)
+        hidden, seen = (changed_rows(before, output(prepared, perturbed(case, key, prepared))) for key in (1, 0))
+        others = np.arange(len(hidden)) != (1 if "key" not in prepared.adapter.roles else -1)  # its own row may depend on its input
+        return bool(seen[-1] and not hidden[others].any())
+    return False
+
+
+def _accepts(trial: Trial, convention: Convention, role: str) -> bool:
+    """Whether the candidate takes a mask that is read so."""
+    prepared, kind = trial.prepare(convention), _kind(role, convention)
+    case = next((case for case in trial.short_cases(prepared) if case.kind == kind), None)
+    with suppress(CallFailed, ValueError):
+        return case is not None and output(prepared, case).shape[:2] == case.query.shape[:2]
+    return False

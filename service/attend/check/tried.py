@@ -1,0 +1,87 @@
+"""Finds by calls what names and options of a candidate leave open, and says so."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from attend.check.convention import OF_MASKS, Convention
+from attend.check.mask_meaning import meanings_of_mask
+from attend.check.trial import Trial
+from attend.spec import LayerSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """What is left of the conventions, what was found by calls, in words, and the layer: the given one, or one with positions."""
+
+    convention: Convention
+    found: tuple[str, ...]
+    spec: LayerSpec | None
+
+    def with_mask(self, role: str, meaning: tuple[Convention, str]) -> "Tried":
+        """The same with the conventions of this mask, and what was found about it."""
+        convention, words = meaning
+        of_mask = {name: getattr(convention, name) for name in OF_MASKS[role]}
+        return replace(self, convention=replace(self.convention, **of_mask), found=(*self.found, words) if words else self.found)
+
+
+def try_conventions(candidate: Any, spec: LayerSpec | None, convention: Convention, seed: int, *, is_causal: bool = False) -> list[Tried]:
+    """What calls tell about the convention; of several meanings of a mask that they leave open, the likeliest first.
+
+    `is_causal`: so is the layer, and a candidate that nothing makes causal has to be. ValueError: no convention fits, and the message names
+    the option that decides.
+    """
+    trial = Trial(candidate, spec, seed)
+    with np.errstate(all="ignore"):
+        read, instead = trial.reading(convention)
+        read = trial.offset(read)
+        words = [*_words(convention, read), *([_instead(instead, read)] if instead else [])]
+        if spec is None and (positions := trial.positions(read)) is not None:
+            name, spec = positions
+            words, trial = [*words, f"it has {name}"], Trial(candidate, spec, seed)
+        tried = [Tried(read, tuple(words), spec)]
+        for role in OF_MASKS:
+            first, *others = tried
+            meanings = meanings_of_mask(trial, role, first.convention)
+            tried = [*(first.with_mask(role, x) for x in meanings), *(other.with_mask(role, meanings[0]) for other in others)]
+        if is_causal and not {"mask", "causal"} & trial.prepare(read).adapter.roles.keys():
+            tried = [replace(x, convention=x.convention.tried(causal=True)) for x in tried]
+        return tried
+
+
+def _instead(other: Convention, read: Convention) -> str:
+    """What is said of a reading with fewer axes under which it would agree."""
+    options = [] if other.layout == read.layout else [f"layout={other.layout}"]
+    options += [] if other.batched == read.batched else ["batched=false"]
+    return f"it would agree with {' and '.join(options)}, but it takes all axes and is compared with them"
+
+
+def _words(before: Convention, after: Convention) -> Iterator[str]:
+    """What was found, where it is not the default."""
+    if after.causal and not before.causal:
+        ends = {None: "", "start": ", query i at key i", "end": ", the last query at the last key"}
+        yield f"it is always causal{ends[after.query_offset]}"
+    if after.layout != before.layout:
+        yield f"its axes are [{after.layout}]"
+    if after.batched != before.batched:
+        yield "it takes one item, without a batch"
+    if after.batch_first != before.batch_first and after.batch_first is not None:
+        yield f"its inputs are {'[b, n, d_model]' if after.batch_first else '[n, b, d_model]'}"
+    if after.fused != before.fused and after.fused is not None:
+        rows = {"per_head": "[h, 3, d]", "per_number": "[d, 3, h]"}.get(after.fused, f"[3, h, d] of {after.fused}")
+        yield f"rows of one matrix for query, key and value are {rows}"
+    if after.orientation != before.orientation:
+        yield f"its matrices are applied as x @ {'W' if after.orientation == 'in,out' else 'W.T'}"
+    if after.num_heads != before.num_heads:
+        yield f"it has {after.num_heads} head{'s' if after.num_heads != 1 else ''}"
+    if after.weights != before.weights:
+        yield from (f"{name} is the weight of {role}" for role, name in (after.weights or {}).items())
+    if after.left_out:
+        yield f"its attention is compared without {' and '.join(after.left_out)}"
+    if after.residual:
+        yield "its input is added to the output"
+    yield from (f"{name} is {size}" for name, size in after.sizes.items())
+    new = {name: role for name, role in after.arguments.items() if name not in before.arguments}
+    yield from (f"it refuses {name}" if role == "unused" else f"{name} is the {role}" for name, role in new.items())
