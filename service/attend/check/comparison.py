@@ -1,7 +1,7 @@
 """Compares a candidate with the reference in every case, and says what was looked at."""
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -13,7 +13,7 @@ from attend.check.adapter import CallFailed
 from attend.check.alignment import WORDS
 from attend.check.calls import Calls, CaseResult, ComparedCase, Failure, call
 from attend.check.candidate import Candidate, load_candidate, prepare
-from attend.check.convention import Convention, make_convention
+from attend.check.convention import make_convention
 from attend.check.disagreements import UNEXPLAINED, disagreement, divergence_of, explained
 from attend.check.divergence import first_wrong_step
 from attend.check.explanation import Explanation
@@ -62,19 +62,28 @@ def compare(
 
 def _alternatives(loaded: Any, tried: Tried, comparison: Comparison, seed: int) -> Iterator[Tried]:
     """What a wrong candidate may be meant to be, if no mistake gives its numbers: causal, which a mistake hides, or with positions."""
-    if not _unexplained(comparison) or any(result.agrees for result in comparison.results):
+    if not _unexplained(comparison) or comparison.results[0].agrees:
         return
     convention, prepared = tried.convention, prepare(loaded, tried.spec, tried.convention, seed)
     if not convention.causal and "causal" not in convention.given and not {"mask", "causal"} & prepared.adapter.roles.keys():
         yield replace(tried, convention=convention.tried(causal=True), found=(*tried.found, "it is always causal"))
     if tried.spec is None:
-        steps = {_steps_in(loaded, tried, seed): tried}
-        for name, spec in with_positions(prepared.spec):
+        others = [replace(tried, spec=spec, found=(*tried.found, f"it has {name}")) for name, spec in with_positions(prepared.spec)]
+        steps: dict[int, Tried] = {}
+        for other in (tried, *others):
             with suppress(ValueError):
-                other = replace(tried, spec=spec, found=(*tried.found, f"it has {name}"))
                 steps.setdefault(_steps_in(loaded, other, seed), other)
-        if (most := steps[max(steps)]) is not tried:
-            yield most
+        most = steps[max(steps)]
+        yield from (most,) if most is not tried else _most_common_of_each_kind(others)
+
+
+def _most_common_of_each_kind(with_positions: Sequence[Tried]) -> Iterable[Tried]:
+    """The first with ALiBi, with RoPE on halves, and with RoPE on pairs."""
+    first: dict[bool | None, Tried] = {}
+    for tried in with_positions:
+        rope = tried.spec and tried.spec.rope
+        first.setdefault(rope.interleaved if rope else None, tried)
+    return first.values()
 
 
 def _with_fewest_mistakes(loaded: Any, compared: Sequence[tuple[Comparison, Tried]], seed: int) -> Comparison:

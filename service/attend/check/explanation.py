@@ -74,7 +74,7 @@ class Observation:
         """The same beside a reference with a mistake in it; unchanged where the mistake cannot be made."""
         with suppress(ValueError, IndexError):
             right = mistake.change(self.right)
-            return Observation(right, self.results, _fit(right, self) is Fit.YES)
+            return Observation(right, self.results, _fit(right, self) is not Fit.NO)  # a vague case excludes no other mistake
         return self
 
     def fit(self, mistake: Mistake) -> Fit | None:

@@ -4,7 +4,6 @@ A meaning under which the candidate agrees is right. A wrong candidate agrees un
 Where a mistake hides that, too, each meaning that the candidate takes is left, and the number of mistakes decides (`comparison.py`).
 """
 
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 

@@ -71,9 +71,10 @@ def other_specs(spec: LayerSpec, seed: int, *, keeps_heads: bool) -> Iterator[La
     sizes = [(kv, dim) for kv, dim in product(kept, dims) if len({kv, kv * group, dim, *taken}) == len({kv, kv * group}) + 1 + len(taken)]
     narrow = [(kv, dim) for kv, dim in sizes if kv * group * dim <= WIDEST]
     sizes = narrow or sizes
-    order = np.random.default_rng(seed).permutation(len(sizes))
+    drawn = [sizes[i] for i in np.random.default_rng(seed).permutation(len(sizes))]
+    drawn.sort(key=lambda size: (size[0] * group).bit_count() == 1)  # powers of 2 last: wrong slopes of ALiBi may be right in them
     found = 0
-    for kv, dim in (*(sizes[i] for i in order), *((kv, dim) for kv in kept for dim in (16, 32))):
+    for kv, dim in (*drawn, *((kv, dim) for kv in kept for dim in (16, 32))):
         with suppress(ValueError):
             yield resized(spec, kv * group, kv, dim)
             found += 1

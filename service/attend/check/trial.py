@@ -270,5 +270,3 @@ def changed_rows(before: Array, after: Array) -> Array:
         return np.ones(before.shape[1], bool)
     differences = np.abs(np.nan_to_num(after) - np.nan_to_num(before)).max(axis=(0, *range(2, before.ndim)))
     return np.asarray(differences > CHANGED * np.abs(np.nan_to_num(before)).max())
-
-

@@ -35,11 +35,6 @@ def _starts_before(case: CheckCase) -> Array:
     return np.repeat(np.concatenate([[0], starts[:-1]]), case.chunks)
 
 
-def _last_rows(rows: int) -> Callable[[CheckCase, Array, Array], Array]:
-    """Whether row j is visible to query i, if the cache has so many rows."""
-    return lambda case, i, j: np.asarray((j <= i) & (j >= _starts(case)[:, None] - rows))
-
-
 def _aligned_at_first_key_in_chunks(case: CheckCase, i: Array, j: Array) -> Array:
     """Whether row j is visible to query i, if calls of one row have no mask, and the mask of others is aligned at the first key."""
     alone = _ends(case) - _starts(case) == 1
@@ -235,13 +230,6 @@ MISTAKES: dict[str, dict[str, Mistake]] = {
                 "query i sees the keys of the cache",
                 see(lambda case, i, j: j < _starts(case)[:, None]),
             ),
-            **{
-                f"the cache has its last {rows} rows alone": (
-                    f"query i sees the keys j ≤ i of its call and {rows} before",
-                    see(_last_rows(rows)),
-                )
-                for rows in (1, 2, 3, 4, 8, 16)
-            },
             **{
                 f"in {call} with a cache, {size} is taken for the length of the cache in the causal mask": (
                     f"query i of the call sees j ≤ i + {symbol}{others}",

@@ -1,13 +1,9 @@
 """Mistakes in splitting, merging, choosing and repeating heads."""
 
-from collections.abc import Callable
 from dataclasses import replace
-
-import numpy as np
 
 from attend.check.changes import (
     ANY_HEAD_COUNT,
-    Change,
     Impossible,
     all_of,
     change_scale,
@@ -19,9 +15,7 @@ from attend.check.changes import (
     split_and_merge,
 )
 from attend.check.computation import Computation
-from attend.check.layer import Layer
 from attend.check.mistakes.mistake import Mistake, attention, computing
-from attend.tensors import Array
 
 ROW = "{x}[b, n, h·d] -> [b, n, h, d] -> [b, h, n, d]"
 
@@ -35,36 +29,6 @@ def exchange_head_sizes(c: Computation) -> Computation:
     return replace(c, spec=spec.model_copy(update=sizes))
 
 
-def cut_columns(start: Callable[[int, int], int], stop: Callable[[int, int], int]) -> Change:
-    """Cuts columns `start` to `stop` of each row for head h of width d; both are functions of h and d.
-
-    What several heads write to one column is added.
-    """
-
-    def columns(layer: Layer, width: int, heads: int) -> Array:
-        chosen = np.zeros((heads, 1, width))
-        for h in range(heads):
-            chosen[h, 0, start(h, width // heads) : stop(h, width // heads)] = 1
-        return chosen
-
-    return all_of(
-        ANY_HEAD_COUNT,
-        replace_steps(
-            split_heads=lambda layer, x, h: x[:, None] * columns(layer, x.shape[-1], h),
-            merge_heads=lambda layer, x: (x * columns(layer, x.shape[-1], x.shape[1])).sum(axis=1),
-        ),
-    )
-
-
-COLUMNS = {  # of head h, and where they begin and stop
-    "h to (h + 1) * d": (lambda h, d: h, lambda h, d: (h + 1) * d),
-    "h * d to h + 1": (lambda h, d: h * d, lambda h, d: h + 1),
-    "h * d to (h + 2) * d": (lambda h, d: h * d, lambda h, d: (h + 2) * d),
-    "h * d to h * d: there are none": (lambda h, d: h * d, lambda h, d: h * d),
-    "h * d to (h - 1) * d": (lambda h, d: h * d, lambda h, d: (h - 1) * d),
-    "0 to (h + 1) * d": (lambda h, d: 0, lambda h, d: (h + 1) * d),
-    "0 to d for every h": (lambda h, d: 0, lambda h, d: d),
-}
 MISTAKES: dict[str, dict[str, Mistake]] = {
     "split + merge": {
         "heads attend to each other at every position, since no transpose follows the split (see layout)": Mistake(
@@ -82,13 +46,6 @@ MISTAKES: dict[str, dict[str, Mistake]] = {
                 "d heads of h numbers, / √h",
                 all_of(exchange_head_sizes, change_scale(lambda c: c.spec.head_dim**-0.5)),
             ),
-        },
-    )
-    | computing(
-        "head h: columns h * d to (h + 1) * d",
-        {
-            f"the columns of head h are {words}, and not h * d to (h + 1) * d": (f"head h: columns {words}", cut_columns(start, stop))
-            for words, (start, stop) in COLUMNS.items()
         },
     ),
     "split + scale": {

@@ -32,19 +32,8 @@ def norm_as(numbers: Numbers, axes: tuple[int, ...] | None = None, names: tuple[
 FORMULAS: dict[str, Numbers] = {  # what norms compute, where w * x / sqrt(mean(x²)) is right
     "w * x": lambda x, square, w, eps: w * x,
     "w * x / mean(x²)": lambda x, square, w, eps: w * x / square,
-    "w * x * sqrt(mean(x²))": lambda x, square, w, eps: w * x * np.sqrt(square),
-    "w * x * mean(x²)": lambda x, square, w, eps: w * x * square,
-    "w / x / sqrt(mean(x²))": lambda x, square, w, eps: w / x / np.sqrt(square),
-    "w / sqrt(mean(x²))": lambda x, square, w, eps: w / np.sqrt(square) + 0 * x,
-    "w": lambda x, square, w, eps: w + 0 * x,
     "x / sqrt(mean(x²))": lambda x, square, w, eps: x / np.sqrt(square),
-    "x / sqrt(mean(x²)) / w": lambda x, square, w, eps: x / np.sqrt(square) / w,
-    "w + x / sqrt(mean(x²))": lambda x, square, w, eps: w + x / np.sqrt(square),
     "w * x / sqrt(sum(x²))": lambda x, square, w, eps: w * x / np.sqrt(square * x.shape[-1]),
-    "w * sign(x)": lambda x, square, w, eps: w * np.sign(x),
-    "w * x / sqrt(mean(x))": lambda x, square, w, eps: w * x / np.sqrt(x.mean(axis=-1, keepdims=True) + eps),
-    "w * x / sqrt(mean(x³))": lambda x, square, w, eps: w * x / np.sqrt((x**3).mean(axis=-1, keepdims=True) + eps),
-    "w * x / max|x|": lambda x, square, w, eps: w * x / np.abs(x).max(axis=-1, keepdims=True),
 }
 
 

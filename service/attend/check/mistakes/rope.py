@@ -14,24 +14,8 @@ from attend.tensors import Array
 Function = Callable[[Array], Array]
 Partners = Callable[[Array, Array], tuple[Array, Array]]
 RIGHT = "x * cos(a) + rotate_half(x) * sin(a)"
-FACTORS: dict[str, Function] = {
-    " * cos(a)": np.cos,
-    " * sin(a)": np.sin,
-    "": np.ones_like,
-    " / cos(a)": lambda a: 1 / np.cos(a),
-    " / sin(a)": lambda a: 1 / np.sin(a),
-    " * a": lambda a: a,
-}
-WRONG_FACTORS = [(" * sin(a)", " * cos(a)")] + [
-    pair for wrong in FACTORS for pair in ((wrong, " * sin(a)"), (" * cos(a)", wrong)) if pair != (" * cos(a)", " * sin(a)")
-]
 PARTNERS: dict[str, Partners] = {  # what takes the place of rotate_half(x) = (-x2, x1)
     "(x2, x1)": lambda x1, x2: (x2, x1),
-    "(x1, -x2)": lambda x1, x2: (x1, -x2),
-    "(-x1, x1)": lambda x1, x2: (-x1, x1),
-    "(-x2, x2)": lambda x1, x2: (-x2, x2),
-    "(x1, x2)": lambda x1, x2: (x1, x2),
-    "(-x1, x2)": lambda x1, x2: (-x1, x2),
 }
 
 
@@ -44,15 +28,12 @@ def rope_as(
     sin: Function = np.sin,
     partners: Partners = rotate_half,
     frequency: Callable[[float, int], Array] | None = None,
-    names: tuple[str, ...] = ("query", "key"),
 ) -> Change:
     """RoPE by another formula: x · cos(a) + partners(x) · sin(a), or with frequencies that are a function of theta and the width."""
 
     def rotate(layer: Layer, x: Array, name: str, positions: Array) -> Array:
         rope = layer.spec.rope
         assert rope is not None
-        if name not in names:
-            return Layer.rotate(layer, x, name, positions)
         dims = rope.dims or x.shape[-1]
         of_points = frequencies(rope, dims) if frequency is None else frequency(rope.theta, dims)
         angles = positions[:, None, :, None] * of_points
@@ -73,34 +54,12 @@ def _points(rope: Rope, dims: int) -> tuple[slice, slice]:
     return slice(0, dims // 2), slice(dims // 2, dims)
 
 
-def _signed(sign: float, function: Function) -> Function:
-    return lambda a: sign * function(a)
-
-
-def _frequencies(times: float = 1.0, theta_times: float = 1.0) -> Callable[[float, int], Array]:
-    return lambda theta, d: np.asarray(times * (theta * theta_times) ** (-np.arange(0, d, 2) / d))
-
-
 FREQUENCIES: dict[str, Callable[[float, int], Array]] = {
     "theta^(2i/d)": lambda theta, d: theta ** (np.arange(0, d, 2) / d),
     "theta^(-i/d)": lambda theta, d: theta ** (-np.arange(0, d // 2) / d),
     "theta^(-4i/d)": lambda theta, d: theta ** (-2 * np.arange(0, d, 2) / d),
-    "theta^(-(2i + 1)/d)": lambda theta, d: theta ** (-np.arange(1, d + 1, 2) / d),
     "theta^(-2i/(d - 2))": lambda theta, d: theta ** (-np.arange(0, d, 2) / (d - 2)),
-    "theta^(-2i)": lambda theta, d: theta ** -np.arange(0.0, d, 2),
-    "theta^(-2i * d)": lambda theta, d: theta ** (-np.arange(0.0, d, 2) * d),
-    "theta^(-d/2i)": lambda theta, d: theta ** (-d / np.arange(0, d, 2)),
-    "1 / (theta * 2i / d)": lambda theta, d: 1 / (theta * np.arange(0, d, 2) / d),
-    "theta * 2i / d": lambda theta, d: theta * np.arange(0, d, 2) / d,
-    "(2i/d)^-theta": lambda theta, d: (np.arange(0, d, 2) / d) ** -theta,
-    "1 / theta": lambda theta, d: np.full(d // 2, 1 / theta),
-    "1": lambda theta, d: np.ones(d // 2),
-    "2i/d": lambda theta, d: np.arange(0, d, 2) / d,
-    "1 - 2i/d": lambda theta, d: 1 - np.arange(0, d, 2) / d,
-    "theta^(-2i/d) in the reverse order": lambda theta, d: theta ** (-np.arange(0, d, 2)[::-1] / d),
 }
-OTHER_THETAS = (2.0, 0.5, 10.0, 0.1, 100.0, 0.01)
-OTHER_FACTORS = (2.0, 0.5, 0.1, 10.0, 2 * np.pi)
 
 
 def _rounded(dtype: str, function: Function) -> Function:
@@ -132,20 +91,6 @@ MISTAKES: dict[str, dict[str, Mistake]] = {
             for words, of_theta in FREQUENCIES.items()
         }
         | {
-            f"RoPE has theta times {factor:g}": (
-                f"frequencies ({factor:g} theta)^(-2i/d)",
-                rope_as(frequency=_frequencies(theta_times=factor)),
-            )
-            for factor in OTHER_THETAS
-        }
-        | {
-            f"RoPE's frequencies are multiplied by {factor:.4g}": (
-                f"frequencies {factor:.4g} theta^(-2i/d)",
-                rope_as(frequency=_frequencies(times=factor)),
-            )
-            for factor in OTHER_FACTORS
-        }
-        | {
             words.format(dtype=dtype): ("R in fewer digits", change(dtype))
             for words, change in ROUNDED.items()
             for dtype in ("bfloat16", "float16")
@@ -153,16 +98,7 @@ MISTAKES: dict[str, dict[str, Mistake]] = {
     ),
     "rope formula": computing(
         RIGHT,
-        {
-            f"RoPE computes x{one} {sign} rotate_half(x){two} and not {RIGHT}": (
-                f"x{one} {sign} rotate_half(x){two}",
-                rope_as(FACTORS[one], _signed(s, FACTORS[two])),
-            )
-            for one, two in WRONG_FACTORS
-            for sign, s in (("+", 1.0), ("-", -1.0))
-            if one != two or sign == "+"  # which gives the same products
-        }
-        | {f"RoPE computes x{one} and not {RIGHT}": (f"x{one}", rope_as(cos, np.zeros_like)) for one, cos in FACTORS.items() if one}
+        {"RoPE's sines and cosines are exchanged": ("x * sin(a) + rotate_half(x) * cos(a)", rope_as(np.sin, np.cos))}
         | {
             f"RoPE's rotate_half(x) returns {words} and not (-x2, x1)": (f"rotate_half(x) = {words}", rope_as(partners=partners))
             for words, partners in PARTNERS.items()

@@ -6,6 +6,7 @@ import numpy as np
 
 from attend.check.changes import Change, at_step, change_scale, only_if, replace_steps
 from attend.check.computation import Computation
+from attend.check.layer import Layer
 from attend.check.mistakes.mistake import Mistake, attention, computing
 from attend.spec import LayerSpec
 from attend.tensors import Array
@@ -40,26 +41,11 @@ def _with_power_of_mscale(spec: LayerSpec, power: int) -> float:
     return (spec.scale / root) ** (power / 2) * root if spec.latent else spec.scale
 
 
-def change_products(changed: Callable[[Computation, Array, Array], Array]) -> Change:
-    """Replaces the products of queries and keys, [b, h, q, d] and [b, h, k, d] -> [b, h, q, k]."""
-
-    def change(c: Computation) -> Computation:
-        return replace_steps(raw_scores=lambda layer, q, k: changed(c, q, k))(c)
-
-    return only_if(lambda c: not c.spec.relative_scores, change)
-
-
-def mix_rows(of_key: str) -> Change:
-    """Products of other rows: S_ij = q_j · k_i, or q_j · k_j. ValueError unless there are as many queries as keys."""
-
-    def products(c: Computation, q: Array, k: Array) -> Array:
-        if q.shape[2] != k.shape[2]:
-            raise ValueError
-        if of_key == "i":
-            return np.asarray(k @ q.swapaxes(-1, -2))
-        return np.broadcast_to((q * k).sum(axis=-1)[..., None, :], (*q.shape[:3], k.shape[2]))
-
-    return change_products(products)
+def transposed_products(layer: Layer, q: Array, k: Array) -> Array:
+    """Products of other rows, S_ij = q_j · k_i. ValueError unless there are as many queries as keys."""
+    if q.shape[2] != k.shape[2]:
+        raise ValueError
+    return np.asarray(k @ q.swapaxes(-1, -2))
 
 
 def map_scores(changed: Callable[[Array], Array]) -> Change:
@@ -85,18 +71,12 @@ def cap(changed: Callable[[Array, float, float], Array]) -> Change:
 
 
 Scores = Callable[[Array], Array]
-BOUNDED: dict[str, tuple[str, Scores]] = {
-    "the absolute values of the scores are taken": ("|Q Kᵀ{scale}|", np.abs),
-    "the scores pass through a ReLU": ("relu(Q Kᵀ{scale})", lambda s: np.maximum(s, 0.0)),
-    "the scores pass through tanh": ("tanh(Q Kᵀ{scale})", np.tanh),
-    "the scores are squared": ("(Q Kᵀ{scale})²", np.square),
-}
 CLIPPED: dict[str, tuple[str, Scores]] = {
     f"the scores are clipped to ±{bound}": (f"clip(Q Kᵀ{{scale}}, ±{bound})", _clipped(bound)) for bound in (1, 2, 5, 10, 20, 50, 100)
 }
 
 MISTAKES: dict[str, dict[str, Mistake]] = {
-    "bounds": {name: Mistake(map_scores(changed), attention(wrong), attention()) for name, (wrong, changed) in (BOUNDED | CLIPPED).items()},
+    "bounds": {name: Mistake(map_scores(changed), attention(wrong), attention()) for name, (wrong, changed) in CLIPPED.items()},
     "softcap + softcap formula": computing(
         "softmax(c · tanh(S / c))",
         {
@@ -124,28 +104,7 @@ MISTAKES: dict[str, dict[str, Mistake]] = {
         {
             "the scores are transposed: that of query i and key j is that of query j and key i": (
                 "S_ij = q_j · k_i{scale}",
-                mix_rows("i"),
-            ),
-            "the score of query i and key j is that of query j and key j": ("S_ij = q_j · k_j{scale}", mix_rows("j")),
-            "the scores are divided into the scale: each is the reciprocal of what it should be": (
-                "S_ij = 1 / (q_i · k_j{scale})",
-                change_products(lambda c, q, k: 1 / (c.scale**2 * (q @ k.swapaxes(-1, -2)))),
-            ),
-            "each number of a query is divided by that of the key, and not multiplied": (
-                "S_ij = Σ q_i / k_j{scale}",
-                change_products(lambda c, q, k: (q[..., None, :] / k[..., None, :, :]).sum(axis=-1)),
-            ),
-            "the scores are sums of the keys' numbers, without the query": (
-                "S_ij = Σ k_j{scale}",
-                change_products(lambda c, q, k: np.broadcast_to(k.sum(axis=-1)[..., None, :], (*q.shape[:3], k.shape[2]))),
-            ),
-            "the scores are the negative squared distances of queries and keys": (
-                "S_ij = -|q_i - k_j|²{scale}",
-                change_products(lambda c, q, k: -((q[..., None, :] - k[..., None, :, :]) ** 2).sum(axis=-1)),
-            ),
-            "numbers of queries and keys are added, and not multiplied": (
-                "S_ij = Σ (q_i + k_j){scale}",
-                change_products(lambda c, q, k: q.sum(axis=-1)[..., None] + k.sum(axis=-1)[..., None, :]),
+                only_if(lambda c: not c.spec.relative_scores, replace_steps(raw_scores=transposed_products)),
             ),
         },
     ),

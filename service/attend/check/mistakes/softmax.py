@@ -10,7 +10,6 @@ from attend.check.mistakes.masks import TILES
 from attend.check.mistakes.mistake import Mistake, computing
 from attend.tensors import BY_TORCH, Array
 
-AXES = {2: "queries", 1: "heads", 0: "batch"}  # of [b, h, q, k], and their names
 RIGHT = "P = exp(S - m) / Σ exp(S - m), m and Σ over the keys"
 
 
@@ -21,14 +20,6 @@ def _exponentials(scores: Array) -> Array:
 
 def _normalised(x: Array) -> Array:
     return np.asarray(x / x.sum(axis=-1, keepdims=True))
-
-
-def _largest_over(axis: int) -> Callable[[Array], Array]:
-    return lambda scores: np.asarray(scores.max(axis=axis, keepdims=True))
-
-
-def _divided_by_sum_over(axis: int) -> Callable[[Array], Array]:
-    return lambda scores: np.asarray(_exponentials(scores) / _exponentials(scores).sum(axis=axis, keepdims=True))
 
 
 def of_scores(weights: Callable[[Array], Array]) -> Change:
@@ -68,44 +59,9 @@ MISTAKES: dict[str, dict[str, Mistake]] = {
                 "P = exp(S) / Σ exp(S)",
                 change_softmax(exp_without_maximum),
             ),
-            "exp overflows, because the smallest score of the row is subtracted and not the largest": (
-                "P = exp(S - m) / Σ exp(S - m), m = min S",
-                shifted(lambda s: s.min(axis=-1, keepdims=True)),
-            ),
-            "exp overflows, because the mean of the row is subtracted and not the largest score": (
-                "P = exp(S - m) / Σ exp(S - m), m = mean S",
-                shifted(lambda s: s.mean(axis=-1, keepdims=True)),
-            ),
-            "exp overflows, because the largest score of the row is added and not subtracted": (
-                "P = exp(S + m) / Σ exp(S + m)",
-                shifted(lambda s: -s.max(axis=-1, keepdims=True)),
-            ),
             "exp underflows, because the largest of all scores is subtracted and not that of the row": (
                 "P = exp(S - m) / Σ exp(S - m), m = max of all S",
                 shifted(lambda s: s.max()),
-            ),
-        },
-    ),
-    "axis": computing(
-        RIGHT,
-        {
-            f"the largest score over the {words} is subtracted before exp, and not that over the keys": (
-                f"P = exp(S - m) / Σ exp(S - m), m over the {words}",
-                shifted(_largest_over(axis)),
-            )
-            for axis, words in AXES.items()
-        }
-        | {
-            f"the exponentials are divided by their sum over the {words} and not over the keys": (
-                f"P = exp(S - m) / Σ exp(S - m), Σ over the {words}",
-                of_scores(_divided_by_sum_over(axis)),
-            )
-            for axis, words in AXES.items()
-        }
-        | {
-            "the exponentials are divided by the sum of all of them": (
-                "P = exp(S - m) / Σ exp(S - m), Σ over everything",
-                of_scores(lambda s: _exponentials(s) / _exponentials(s).sum()),
             ),
         },
     ),
@@ -113,29 +69,9 @@ MISTAKES: dict[str, dict[str, Mistake]] = {
         RIGHT,
         {
             "the exponentials are not divided by their sum": ("P = exp(S - m)", of_scores(_exponentials)),
-            "the exponentials are multiplied by their sum and not divided": (
-                "P = exp(S - m) · Σ exp(S - m)",
-                of_scores(lambda s: _exponentials(s) * _exponentials(s).sum(axis=-1, keepdims=True)),
-            ),
-            "the sum of the exponentials is divided by each of them, and not the reverse": (
-                "P = Σ exp(S - m) / exp(S - m)",
-                of_scores(lambda s: _exponentials(s).sum(axis=-1, keepdims=True) / _exponentials(s)),
-            ),
             "there is no softmax: the scores are the weights": ("P = S", of_scores(lambda s: s)),
             "there is no exp: the scores are divided by their sum": ("P = S / Σ S", of_scores(_normalised)),
-            "there is no exp: the scores less the largest of the row are divided by their sum": (
-                "P = (S - m) / Σ (S - m)",
-                of_scores(lambda s: _normalised(s - s.max(axis=-1, keepdims=True))),
-            ),
-            "the scores are subtracted from the largest of the row, and not the reverse": (
-                "P = exp(m - S) / Σ exp(m - S)",
-                of_scores(lambda s: _normalised(np.exp(s.max(axis=-1, keepdims=True) - s))),
-            ),
             "each weight is the sigmoid of its score": ("P = 1 / (1 + exp(-S))", of_scores(lambda s: 1 / (1 + np.exp(-s)))),
-            "the mean of the row is subtracted from the scores, and their exponentials are not normalised": (
-                "P = exp(S - mean S)",
-                of_scores(lambda s: np.exp(s - np.mean(s, axis=-1, keepdims=True))),
-            ),
             "exp of the scores themselves is taken, and not normalised": ("P = exp(S)", of_scores(np.exp)),
             "the logarithm of the weights is taken": (
                 "P = log softmax(S)",
