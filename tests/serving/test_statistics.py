@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from attend.serving.statistics import MAX_BATCH_SIZES, LayerStatistics
+from attend.serving.statistics import FAILED, MAX_BATCH_SIZES, OTHER_SIZES, LayerStatistics, answered
 from support.layer_statistics import PHASES, count, count_and_leave, outcome, started
 
 
@@ -19,11 +19,11 @@ def test_calls_are_counted_by_batch_size() -> None:
 
     found = statistics.all()["a"]
 
-    answered = found.answered
-    assert (answered.calls, answered.items, answered.operations, answered.last, answered.executions) == (3, 9, 30, 1500, 2)
-    assert (answered.total, answered.decode, answered.compute) == (5_625_000_000, 750_000_000, 3_000_000_000)
-    assert (found.failed.calls, found.failed.total) == (1, 2_000_000_000)
-    batches = {size: (row.items, row.calls, row.executions, row.execution) for size, row in found.batches.items()}
+    whole = answered(found)
+    assert (whole.calls, whole.items, whole.operations, whole.last, whole.executions) == (3, 9, 30, 1500, 2)
+    assert (whole.total, whole.decode, whole.compute) == (5_625_000_000, 750_000_000, 3_000_000_000)
+    assert (found[FAILED].calls, found[FAILED].total) == (1, 2_000_000_000)
+    batches = {size: (row.items, row.calls, row.executions, row.execution) for size, row in found.items() if size != FAILED}
     assert batches == {3: (3, 1, 1, 1_000_000_000), 8: (6, 2, 1, 1_000_000_000)}
     statistics.remove_layer("a")
     assert set(statistics.all()) == {"b"}
@@ -37,8 +37,9 @@ def test_many_batch_sizes_are_all_counted_in_bounded_memory() -> None:
 
     found = statistics.all()["a"]
 
-    assert (found.answered.calls, found.answered.executions, found.failed.calls) == (3 * MAX_BATCH_SIZES - 1, 3 * MAX_BATCH_SIZES - 1, 1)
-    assert list(found.batches) == list(range(1, MAX_BATCH_SIZES + 1)) and len(found.rows) == MAX_BATCH_SIZES + 2
+    whole = answered(found)
+    assert (whole.calls, whole.executions, found[FAILED].calls) == (3 * MAX_BATCH_SIZES - 1, 3 * MAX_BATCH_SIZES - 1, 1)
+    assert list(found) == [OTHER_SIZES, FAILED, *range(1, MAX_BATCH_SIZES + 1)]
 
 
 def test_processes_that_share_a_folder_report_sums_that_outlive_them(tmp_path: Path) -> None:
@@ -78,6 +79,6 @@ def test_counts_of_an_ended_process_remain_until_the_layer_is_removed(tmp_path: 
     process.join()
     statistics = started(tmp_path)
 
-    assert statistics.all()["a"].answered.calls == 3
+    assert answered(statistics.all()["a"]).calls == 3
     statistics.remove_layer("a")
     assert set(statistics.all()) == {"b"}

@@ -8,7 +8,6 @@ survive, and is removed with its layer. (prometheus_client's own files would kee
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from functools import reduce
 from pathlib import Path
 from secrets import token_hex
@@ -56,25 +55,9 @@ SHAPE = MAX_BATCH_SIZES + 2, FIELDS  # of a table
 SIZE, CALLS, ITEMS, OPERATIONS, LAST, TOTAL, QUEUE, DECODE, COMPUTE, ENCODE, EXECUTIONS, EXECUTION = range(FIELDS)
 
 
-@dataclass(frozen=True, slots=True)
-class LayerTotals:
-    """Calls to one layer. `rows` maps a batch size (items computed together) to the totals of its calls."""
-
-    rows: Mapping[int, Totals] = field(default_factory=dict)
-
-    @property
-    def batches(self) -> dict[int, Totals]:
-        """Totals by batch size, without failed calls and sizes without a row."""
-        return {size: row for size, row in sorted(self.rows.items()) if size >= 0}
-
-    @property
-    def answered(self) -> Totals:
-        """Totals over all batch sizes. A batch is counted even if some of its callers have disconnected."""
-        return reduce(Totals.plus, (row for size, row in self.rows.items() if size != FAILED), Totals())
-
-    @property
-    def failed(self) -> Totals:
-        return self.rows.get(FAILED, Totals())
+def answered(rows: Mapping[int, Totals]) -> Totals:
+    """Totals over all batch sizes. A batch is counted even if some of its callers have disconnected."""
+    return reduce(Totals.plus, (row for size, row in rows.items() if size != FAILED), Totals())
 
 
 class LayerStatistics(Collector):
@@ -83,14 +66,16 @@ class LayerStatistics(Collector):
     def __init__(self, folder: Path | None = None, wall: Callable[[], float] = time.time) -> None:
         self.folder, self.wall = folder, wall
         self._process = f"{os.getpid()}-{token_hex(4)}"  # process ids are reused
-        self._tables: dict[str, _Table | None] = {}  # by loaded layer; None until its first call
+        self._rows: dict[str, dict[int, memoryview]] = {}  # loaded layer -> batch size -> row of its table
+        self._tables: dict[str, Array] = {}  # of the layers that were called
 
     def add_layer(self, layer: str) -> None:
         """Start counting calls to a layer."""
-        self._tables.setdefault(layer)
+        self._rows.setdefault(layer, {})
 
     def remove_layer(self, layer: str) -> None:
         """Delete the counts of a layer in this process and in those that have ended. Other processes delete their own."""
+        self._rows.pop(layer, None)
         self._tables.pop(layer, None)
         for path in self._files(layer):
             owner = path.stem.rpartition("@")[2]
@@ -99,10 +84,9 @@ class LayerStatistics(Collector):
 
     def count_answered(self, layer: str, phases: Phases, items: int, operations: int, outcome: Outcome) -> None:
         """Count an answered call of `items` batch items and `operations`. Does nothing if the layer was removed meanwhile."""
-        table = self._tables.get(layer)
-        row = (table and table.rows.get(outcome.items)) or self._row(layer, outcome.items)
-        if row is None:
+        if (rows := self._rows.get(layer)) is None:
             return
+        row = rows.get(outcome.items) or self._row(layer, outcome.items)
         queue, decode = round(phases.queue * 1e9), round(phases.decode * 1e9)
         compute, encode = round(phases.compute * 1e9), round(phases.encode * 1e9)
         row[CALLS] += 1
@@ -119,17 +103,18 @@ class LayerStatistics(Collector):
             row[EXECUTION] += compute
 
     def count_failed(self, layer: str, seconds: float) -> None:
-        """Count a call that failed after `seconds`."""
-        if (row := self._row(layer, FAILED)) is not None:
+        """Count a call that failed after `seconds`. Does nothing if the layer was removed meanwhile."""
+        if layer in self._rows:
+            row = self._row(layer, FAILED)
             row[CALLS] += 1
             row[TOTAL] += round(seconds * 1e9)
 
-    def all(self) -> dict[str, LayerTotals]:
-        """Layer -> statistics over all processes, as a copy. Thread-safe."""
+    def all(self) -> dict[str, dict[int, Totals]]:
+        """Layer -> batch size, in ascending order -> statistics over all processes, as a copy. Thread-safe."""
         tables: dict[str, list[Array]] = {}
         for layer, table in list(self._tables.items()):
-            if table is not None and not are_shared(table.numbers):
-                tables[layer] = [table.numbers]
+            if not are_shared(table):
+                tables[layer] = [table]
         for path in self._files():
             tables.setdefault(path.stem.rpartition("@")[0], []).append(read_counts(path, SHAPE))
         return {layer: _sum(found) for layer, found in tables.items()}
@@ -138,52 +123,43 @@ class LayerStatistics(Collector):
         """Calls and operations of each layer that was called, for /metrics."""
         calls = CounterMetricFamily("attend_layer_calls", "Calls computed, by layer.", labels=["layer"])
         operations = CounterMetricFamily("attend_layer_operations", "Predicted operations computed, by layer.", labels=["layer"])
-        for layer, statistics in self.all().items():
-            if (answered := statistics.answered).calls:
-                calls.add_metric([layer], answered.calls)
-                operations.add_metric([layer], answered.operations)
+        for layer, rows in self.all().items():
+            if (whole := answered(rows)).calls:
+                calls.add_metric([layer], whole.calls)
+                operations.add_metric([layer], whole.operations)
         yield calls
         yield operations
 
     def close(self) -> None:
         """Stop counting. Files are kept for the other processes to read."""
+        self._rows.clear()
         self._tables.clear()
 
-    def _row(self, layer: str, size: int) -> memoryview | None:
-        """The totals of a layer and batch size, as float64; None if the layer is not loaded."""
-        if layer not in self._tables:
-            return None
-        if (table := self._tables[layer]) is None:
-            table = self._tables[layer] = _Table(None if self.folder is None else self.folder / f"{layer}@{self._process}.calls")
-        return table.row(size)
+    def _row(self, layer: str, size: int) -> memoryview:
+        """The totals of a loaded layer and a batch size, as float64: for its first call, the next row of the table."""
+        rows = self._rows[layer]
+        if (row := rows.get(size)) is None:
+            if size >= 0 and len(rows) >= MAX_BATCH_SIZES:
+                return self._row(layer, OTHER_SIZES)
+            if not rows:
+                path = None if self.folder is None else self.folder / f"{layer}@{self._process}.calls"
+                self._tables[layer] = new_counts(path, SHAPE)
+            row = rows[size] = memoryview(self._tables[layer][len(rows)])  # faster than NumPy for single numbers
+            row[SIZE] = size
+        return row
 
     def _files(self, layer: str = "*") -> Iterable[Path]:
         return () if self.folder is None else self.folder.glob(f"{layer}@*.calls")
 
 
-class _Table:
-    """One process's totals of one layer, in memory or, with a path, in a memory-mapped file."""
-
-    def __init__(self, path: Path | None) -> None:
-        self.numbers = new_counts(path, SHAPE)
-        self.rows: dict[int, memoryview] = {}
-
-    def row(self, size: int) -> memoryview:
-        if (row := self.rows.get(size)) is None:
-            if size >= 0 and len(self.rows) >= MAX_BATCH_SIZES:
-                return self.row(OTHER_SIZES)
-            row = self.rows[size] = memoryview(self.numbers[len(self.rows)])  # faster than numpy for single numbers
-            row[SIZE] = size
-        return row
-
-
-def _sum(tables: Iterable[Array]) -> LayerTotals:
+def _sum(tables: Iterable[Array]) -> dict[int, Totals]:
+    """The totals by batch size, in ascending order."""
     rows: dict[int, Totals] = {}
     for table in tables:
         for numbers in table[table[:, CALLS] > 0]:
             row = Totals(*map(int, numbers))
             rows[row.size] = rows[row.size].plus(row) if row.size in rows else row
-    return LayerTotals(rows)
+    return dict(sorted(rows.items()))
 
 
 def _is_alive(process: int) -> bool:

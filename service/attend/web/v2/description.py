@@ -7,7 +7,7 @@ a parameter or no batch (gradients, the largest weights, several sequences in on
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from attend.serving.cost import wire_datatype
 from attend.serving.layers.registry import LoadedLayer, UnloadedLayer, by_name
 from attend.serving.service import Service
 from attend.serving.sessions.registry import MAX_SESSIONS
-from attend.serving.statistics import LayerTotals, Totals
+from attend.serving.statistics import FAILED, Totals, answered
 from attend.spec import LayerSpec
 from attend.tensors import BY_TORCH
 from attend.version import __version__
@@ -129,32 +129,33 @@ def _scheduling(service: Service) -> dict[str, Any]:
 def statistics_of(service: Service, layers: Sequence[LoadedLayer], workers: int) -> Statistics:
     """Statistics of these models since the server started, over all workers, by name. To be called in a thread, as `index_of`."""
     counted = service.statistics.all()
-    return Statistics(model_stats=[_statistics(layer, counted.get(layer.name, LayerTotals()), workers) for layer in by_name(layers)])
+    return Statistics(model_stats=[_statistics(layer, counted.get(layer.name, {}), workers) for layer in by_name(layers)])
 
 
-def _statistics(layer: LoadedLayer, counted: LayerTotals, workers: int) -> ModelStatistics:
-    spec, device, answered, failed = layer.spec, layer.attention.device, counted.answered, counted.failed
-    durations = {name: Duration(count=answered.calls, ns=getattr(answered, phase)) for name, phase in DURATIONS.items()}
+def _statistics(layer: LoadedLayer, rows: Mapping[int, Totals], workers: int) -> ModelStatistics:
+    """`rows`: by batch size."""
+    spec, device, whole, failed = layer.spec, layer.attention.device, answered(rows), rows.get(FAILED, Totals())
+    durations = {name: Duration(count=whole.calls, ns=getattr(whole, phase)) for name, phase in DURATIONS.items()}
     durations["fail"] = Duration(count=failed.calls, ns=failed.total)
     nothing = Duration(count=0, ns=0)
     size = spec.num_parameters * BY_TORCH[spec.dtype].size * workers
     return ModelStatistics(
         name=layer.name,
         version=VERSION,
-        last_inference=answered.last,
-        inference_count=answered.items,
-        execution_count=answered.executions,
+        last_inference=whole.last,
+        inference_count=whole.items,
+        execution_count=whole.executions,
         inference_stats={**durations, "cache_hit": nothing, "cache_miss": nothing},
         response_stats={},
-        batch_stats=[_batch(size, row) for size, row in counted.batches.items()],
+        batch_stats=[_batch(row) for size, row in rows.items() if size >= 0],
         memory_usage=[MemoryUsage(type="CPU" if device.type == "cpu" else "GPU", id=device.index or 0, byte_size=size)],
     )
 
 
-def _batch(size: int, row: Totals) -> BatchStatistics:
+def _batch(row: Totals) -> BatchStatistics:
     """Statistics of the batches of one size. Counts executions, not calls; decode and encode times are sums over the calls of a batch."""
     spent = {"compute_input": row.decode, "compute_infer": row.execution, "compute_output": row.encode}
-    return BatchStatistics(batch_size=size, **{name: Duration(count=row.executions, ns=ns) for name, ns in spent.items()})
+    return BatchStatistics(batch_size=row.size, **{name: Duration(count=row.executions, ns=ns) for name, ns in spent.items()})
 
 
 def _inputs(spec: LayerSpec) -> list[TensorMetadata]:
