@@ -21,7 +21,6 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from attend.errors import (
-    AttendError,
     DeadlinePassed,
     InvalidRequest,
     LayerNotFound,
@@ -36,7 +35,7 @@ from attend.serving.service import Service
 from attend.web.connections import CONNECTION_KEY, REQUEST_KEY, STATUS_KEY
 from attend.web.error_replies import no_endpoint
 from attend.web.parameters import Parameters
-from attend.web.requests import OTHER, Body, Endpoint, HttpRequest, valid_request_id
+from attend.web.requests import OTHER, Endpoint, HttpRequest, valid_request_id
 
 PUBLIC = frozenset[str]()  # no key is needed
 READ = frozenset({"infer", "admin", "metrics"})  # any key
@@ -61,41 +60,12 @@ class EndpointTable:
     def __iter__(self) -> Iterator[Endpoint]:
         return iter(self._endpoints)
 
-    def add(
-        self,
-        method: str,
-        path: str,
-        scopes: frozenset[str],
-        *,
-        body: Body | None = None,
-        refusals: tuple[type[AttendError], ...] = (),
-        aliases: tuple[str, ...] = (),
-        grpc_methods: tuple[str, ...] = (),
-        needs_layers: bool = False,
-        page: bool = False,
-        any_query: bool = False,
-        **description: Any,
-    ) -> Callable[[F], F]:
-        """Adds the decorated function as an endpoint. `description` has the arguments of FastAPI's decorators, such as `response_model`."""
+    def add(self, method: str, path: str, scopes: frozenset[str], **fields: Any) -> Callable[[F], F]:
+        """Adds the decorated function as an endpoint. `fields`: those of `Endpoint`; the others are its `description`."""
+        row = {name: fields.pop(name) for name in Endpoint.__dataclass_fields__ if name in fields}
 
         def added(function: F) -> F:
-            parameters = Parameters(path, function)
-            endpoint = Endpoint(
-                method,
-                path,
-                scopes,
-                function,
-                parameters,
-                description,
-                body,
-                refusals,
-                aliases,
-                grpc_methods,
-                needs_layers,
-                page,
-                any_query,
-            )
-            self.include([endpoint])
+            self.include([Endpoint(method, path, scopes, function, Parameters(path, function), fields, **row)])
             return function
 
         return added
