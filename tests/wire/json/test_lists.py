@@ -151,14 +151,14 @@ def test_lists_of_numbers_and_long_base64_strings_are_replaced_by_placeholders()
     form = f'{{"shape":[2,10],"data":[{ROW},{ROW}]}}'
     binary = '{"shape":[4],"datatype":"FP64","base64":"AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA="}'
     text = f'{{"query": [{ROW},\n{ROW}], "key":{form} ,"value":{binary},"tokens":{{"x":["NaN, [1]"]}},"layer":"a",}}'
-    parts = json_reader.split_json(text.encode(), LIMITS)
-    assert parts.template.decode() == (
+    template, values = json_reader.split_json(text.encode(), LIMITS)
+    assert template.decode() == (
         '{"query": NaN, "key":{"shape":NaN,"data":NaN} ,"value":{"shape":NaN,"datatype":"FP64","base64":NaN},'
         '"tokens":{"x":["NaN, [1]"]},"layer":"a",}'
     )
-    assert [text[value.start : value.stop][:9] for value in parts.values] == [f"[{ROW[:8]}", "[2,10]", f"[{ROW[:8]}", "[4]", '"AAAAAAAA']
+    assert [text[value.start : value.stop][:9] for value in values] == [f"[{ROW[:8]}", "[2,10]", f"[{ROW[:8]}", "[4]", '"AAAAAAAA']
     with pytest.raises(MalformedBody, match=f"'}}' at line 2 column {len(text) - 1 - text.index(chr(10))} "):
-        parts.document(LIMITS)
+        json_reader.parse_template(text.encode(), template, values, LIMITS)
 
 
 @pytest.mark.parametrize("outside", ['"layer":"\\\\",', '"layer":"\\"[",', '"layer":"\\\\\\"",', ""])

@@ -86,9 +86,9 @@ def test_valid_requests_are_read() -> None:
 def test_data_lists_are_replaced_by_placeholders() -> None:
     """Otherwise this file would not test the placeholders."""
     body = json.dumps(GOOD).encode()
-    parts = split_json(body, WireLimits(), codec.BEFORE_DATA)
-    assert [json.loads(body[value.start : value.stop]) for value in parts.values] == [entry["data"] for entry in GOOD["inputs"]]
-    kept = json.loads(parts.template, parse_constant=lambda name: name)
+    template, values = split_json(body, WireLimits(), codec.BEFORE_DATA)
+    assert [json.loads(body[value.start : value.stop]) for value in values] == [entry["data"] for entry in GOOD["inputs"]]
+    kept = json.loads(template, parse_constant=lambda name: name)
     assert [entry.pop("data") for entry in kept["inputs"]] == ["NaN"] * 5
     assert kept["parameters"] == GOOD["parameters"]
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -49,8 +49,9 @@ def decode(
     tensor may be given by its shape: zeros that take no memory. Raises MalformedBody, InvalidRequest or TooLarge.
     """
     try:
-        parts = split_json(body, limits)
-        members = DocumentReader(limits, shapes_alone, parts.values).members(parts.document(limits), kinds)
+        template, values = split_json(body, limits)
+        document = parse_template(body, template, values, limits)
+        members = DocumentReader(limits, shapes_alone, values).members(document, kinds)
     except TooLarge:
         raise
     except RequestError as refusal:
@@ -81,44 +82,38 @@ class Base64Text(RawValue):
         return ESCAPE.sub(lambda escape: bytes.fromhex(escape[1].decode()) if escape[1] else b"/", content)
 
 
-class SplitJson(NamedTuple):
-    """A JSON text, its template, which has a placeholder in place of each list of numbers and each long string, and these values."""
-
-    text: bytes
-    template: bytes
-    values: list[RawValue]
-
-    def document(self, limits: WireLimits) -> Any:
-        """The parsed template, which must not be changed. Raises MalformedBody, InvalidRequest or TooLarge."""
-        if len(self.template) <= MAX_CACHED_BYTES:
-            try:
-                return _parse_template(self.template, len(self.values))
-            except (RequestError, RecursionError):
-                pass  # refused below, with the place in the text
-        placeholders = map(Placeholder, range(len(self.values)))
-        return parse_strictly(self.template, position_of=self._position_of, replacements=[*placeholders], limits=limits)
-
-    def _position_of(self, offset: int) -> str:
-        """Line and column in the text of the byte at `offset` in the template."""
-        for value in self.values:
-            if offset <= value.start:
-                break
-            offset += value.stop - value.start - len(PLACEHOLDER)
-        return line_and_column(self.text, min(offset, len(self.text)))
-
-
 class Placeholder(int):
     """Stands, in a parsed template, for the list or long string of that index. It is always the value of a member of an object."""
 
 
+def parse_template(text: bytes, template: bytes, values: Sequence[RawValue], limits: WireLimits) -> Any:
+    """The document of a text that `split_json` has split, which must not be changed. Raises MalformedBody, InvalidRequest or TooLarge."""
+    if len(template) <= MAX_CACHED_BYTES:
+        try:
+            return _parse_recurring(template, len(values))
+        except (RequestError, RecursionError):
+            pass  # refused below, with the place in the text
+
+    def position_of(offset: int) -> str:
+        """Line and column in the text of the byte at `offset` in the template."""
+        for value in values:
+            if offset <= value.start:
+                break
+            offset += value.stop - value.start - len(PLACEHOLDER)
+        return line_and_column(text, min(offset, len(text)))
+
+    return parse_strictly(template, position_of=position_of, replacements=[*map(Placeholder, range(len(values)))], limits=limits)
+
+
 @lru_cache(256)  # clients repeat what is around the numbers, and parsing it costs more than reading the numbers of a small call
-def _parse_template(template: bytes, count: int) -> Any:
+def _parse_recurring(template: bytes, count: int) -> Any:
     """The document of a template with `count` placeholders, each as a `Placeholder`. Raises MalformedBody, InvalidRequest or TooLarge."""
     return parse_strictly(template, replacements=[*map(Placeholder, range(count))])
 
 
-def split_json(text: bytes, limits: WireLimits, before: re.Pattern[bytes] = BEFORE_VALUE) -> SplitJson:
-    """Finds the lists of numbers and long base64 strings that follow a match of `before`. Raises TooLarge.
+def split_json(text: bytes, limits: WireLimits, before: re.Pattern[bytes] = BEFORE_VALUE) -> tuple[bytes, list[RawValue]]:
+    """(template, values): the values are the lists of numbers and long base64 strings that follow a match of `before`; the template is the
+    text with a placeholder in place of each. Raises TooLarge.
 
     Nothing is parsed. In JSON, a quotation mark before a colon ends a key, so a value follows. There are no strings or objects before the
     next quotation mark or brace, so a list that is the value and ends before that mark contains only numbers. If the text is not JSON, the
@@ -142,7 +137,7 @@ def split_json(text: bytes, limits: WireLimits, before: re.Pattern[bytes] = BEFO
     size += len(text) - copied
     if size > MAX_TEMPLATE_BYTES:
         raise TooLarge.where("", f"at most {MAX_TEMPLATE_BYTES} bytes outside of {NOT_COUNTED}", str(size))
-    return SplitJson(text, b"".join((*pieces, text[copied:])), values)
+    return b"".join((*pieces, text[copied:])), values
 
 
 def _number_list(text: bytes, start: int, limits: WireLimits) -> NumberList | None:

@@ -21,7 +21,7 @@ from attend.tensors import Datatype, datatype_of, raw
 from attend.wire.arrays import array_of_bytes, wire_array
 from attend.wire.codec import Buffer, Codec, Decoded, Encoded, Reply
 from attend.wire.json.lists import NumberList
-from attend.wire.json.reader import MAX_STRICT_BYTES, DocumentReader, array_of_data, parse_refused, shape_of, split_json
+from attend.wire.json.reader import MAX_STRICT_BYTES, DocumentReader, array_of_data, parse_refused, parse_template, shape_of, split_json
 from attend.wire.json.strict import parse_strictly
 from attend.wire.json.writer import HEADERS, json_text_of, write_json
 from attend.wire.problems import describe_value, validate
@@ -124,16 +124,16 @@ def _header_size(length: str, received: int) -> int:
 def _decode(text: bytes, binary: memoryview, model: str, limits: WireLimits) -> Decoded:
     """The request of a JSON header and the bytes after it. Raises MalformedBody, InvalidRequest or TooLarge."""
     try:
-        parts = split_json(text, limits, BEFORE_DATA)
-        lists = [value for value in parts.values if isinstance(value, NumberList)]
-        parse = _parse_cached_template if len(parts.template) <= MAX_CACHED_HEADER else _parse_template
-        header = parse(parts.template, tuple(value.nested for value in lists), len(binary), model, limits)
+        template, values = split_json(text, limits, BEFORE_DATA)
+        lists = [value for value in values if isinstance(value, NumberList)]
+        parse = _parse_cached_template if len(template) <= MAX_CACHED_HEADER else _parse_template
+        header = parse(template, tuple(value.nested for value in lists), len(binary), model, limits)
         return _with_arrays(header, lists, binary)
     except TooLarge:
         raise
     except RequestError as refusal:
-        if len(text) > MAX_STRICT_BYTES:
-            split_json(text, limits, BEFORE_DATA).document(limits)  # raises if the JSON is malformed, with the place in the text
+        if len(text) > MAX_STRICT_BYTES:  # refuse malformed JSON with the place in the text
+            parse_template(text, *split_json(text, limits, BEFORE_DATA), limits)
         document = parse_refused(text, limits, refusal)
     header = _parse_header(DocumentReader(limits).members(document, {}), len(binary), model)
     return _with_arrays(header, (), binary)
