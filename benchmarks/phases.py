@@ -62,9 +62,8 @@ def measure_floor(size: Size, form: str, paths: list[str], seconds: float) -> fl
     import torch
 
     from attend.errors import AttendError
-    from attend.serving.batching import Job
     from attend.serving.binding import ATTEND
-    from attend.serving.executor import compute
+    from attend.serving.executor import compute_alone
     from attend.serving.requests import Request
     from attend.serving.service import open_service
     from attend.spec import LayerSpec
@@ -79,7 +78,7 @@ def measure_floor(size: Size, form: str, paths: list[str], seconds: float) -> fl
     def answer(body: bytes) -> None:
         request = Request(body, codec=codec, reply_codec=codec)
         decoded, bound = service.engine.decode_and_bind(request, ATTEND)
-        [(_, outcome)] = compute([Job(bound.layer, bound.operation, bound.cost, bound.call)], service.clock)
+        outcome = compute_alone(bound, 0.0, service.clock)
         if isinstance(outcome, AttendError):
             raise outcome
         codec.encode(ATTEND.build_reply(bound, outcome.result), bound.body.reply, decoded.reply_format)

@@ -19,12 +19,13 @@ from attend.attention.stacking import stack
 from attend.check.random_cases import FEATURES, Case, random_case
 from attend.limits import BatchLimits, ServingLimits
 from attend.serving.batching import MAX_EXAMINED, Job, batch_key, form_batch, limits_on
-from attend.serving.binding import Prepared
 from attend.serving.calls import make_call
 from attend.serving.cost import Cost, predict
 from attend.serving.executor import Outcome, compute
 from attend.serving.layer_checks import check_against_layer
 from attend.serving.layers.registry import LayerRegistry, LoadedLayer
+from attend.serving.prepared import Prepared
+from attend.serving.queueing import Flow
 from attend.serving.requests import Request
 from attend.spec import LayerSpec
 from attend.wire.problems import validate
@@ -57,6 +58,9 @@ def threads() -> Iterator[Callable[[int], None]]:
     torch.set_num_threads(before)
 
 
+FLOW = Flow("", 0)
+
+
 def bound(layer: LoadedLayer, **fields: Any) -> tuple[Call, Cost]:
     """The request as it comes out of decoding and binding, and its predicted cost."""
     request = validate(AttendRequest, {"layer": layer.name, **fields})
@@ -73,12 +77,12 @@ def entry(kind: int = 2, layer: LoadedLayer = LAYER, operations: int = 1, memory
 
 def entry_of(layer: LoadedLayer, call: Call, cost: Cost, arrived: float = 0.0, **knobs: Any) -> Job:
     """A call that waits, with its batch key; `knobs` are those of its request."""
-    return Job(layer, FORWARD, cost, call, Request(**knobs), batch_key(layer, call), arrived=arrived)
+    return Job(Prepared(layer, call, cost, batch_key=batch_key(layer, call)), Request(**knobs), arrived, FLOW)
 
 
 def job_of(bound: Prepared, key: Any = None) -> Job:
     """The job of a prepared step."""
-    return Job(bound.layer, bound.operation, bound.cost, bound.call, batch_key=key)
+    return Job(bound._replace(batch_key=key), Request(), 0.0, FLOW)
 
 
 def remove_batch(waiting: deque[Job], limits: BatchLimits, now: float) -> tuple[list[Job], list[Job], list[Job]]:
@@ -207,10 +211,10 @@ def test_every_call_leaves_the_queue_once_and_is_not_starved(rounds: list[list[t
         assert batch == [one for one in before if one in batch]
         assert len(batch) == 1 or (
             len(batch) <= limits.calls
-            and sum(one.cost.operations for one in batch) <= limits.operations
-            and sum(one.cost.memory_bytes for one in batch) <= limits.memory_bytes
+            and sum(one.prepared.cost.operations for one in batch) <= limits.operations
+            and sum(one.prepared.cost.memory_bytes for one in batch) <= limits.memory_bytes
         )
-        assert len({one.call.query.shape[1] for one in batch}) <= 1
+        assert len({one.prepared.call.query.shape[1] for one in batch}) <= 1
         for name, group in (("waits", batch), ("late", expired), ("gone", abandoned)):
             for one in group:
                 assert id(one) not in fates
@@ -265,8 +269,8 @@ def test_forming_a_batch_looks_at_a_bounded_number_of_calls() -> None:
     alone, others = entry(2, gone=gone), [entry(3, gone=gone)] * (2 * MAX_EXAMINED)
     assert looked_at([alone, *others]) == MAX_EXAMINED + 1
     assert looked_at([alone, *others], BatchLimits(calls=1)) == 1
-    reproducible = replace(alone, batch_key=batch_key(LAYER, alone.call.with_options(reproducible=True)))
-    assert looked_at([reproducible, *others]) == 1
+    key = batch_key(LAYER, alone.prepared.call.with_options(reproducible=True))
+    assert looked_at([replace(alone, prepared=alone.prepared._replace(batch_key=key)), *others]) == 1
     assert looked_at([entry(3, gone=gone), *others], BatchLimits(calls=7)) == 7
 
 
@@ -570,9 +574,9 @@ def assert_rule_7(layer: LoadedLayer, calls: list[Call], note: str, limits: Batc
         for one, got in computed(batch):
             assert_same(
                 got,
-                alone.pop(id(one.call)),
+                alone.pop(id(one.prepared.call)),
                 layer.spec.dtype,
-                f"{note}, {one.call.query.shape[0]} items in a batch of {len(batch)}",
+                f"{note}, {one.prepared.call.query.shape[0]} items in a batch of {len(batch)}",
             )
         sizes.append(len(batch))
     assert not alone
@@ -710,7 +714,7 @@ def test_rule_7_holds_for_a_mixed_queue() -> None:
     while waiting:
         batch = next_batch(waiting, BatchLimits(calls=4, operations=120))
         for one, got in computed(batch):
-            assert_same(got, alone.pop(id(one)), one.layer.spec.dtype, f"{one.layer.spec}")
+            assert_same(got, alone.pop(id(one)), one.prepared.layer.spec.dtype, f"{one.prepared.layer.spec}")
         sizes.append(len(batch))
 
     assert not alone

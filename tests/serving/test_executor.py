@@ -13,13 +13,12 @@ import torch
 
 from attend.attention import operations, stacking
 from attend.attention.call import Call, Result
-from attend.attention.operations import FORWARD
 from attend.errors import OutOfMemory, ServiceFault
 from attend.serving import probe, scheduler
-from attend.serving.batching import Job
 from attend.serving.calls import make_call
 from attend.serving.cost import Cost
 from attend.serving.executor import Outcome
+from attend.serving.prepared import Prepared
 from attend.serving.scheduler import UNHEALTHY_AFTER
 from attend.serving.service import open_service
 from attend.settings import Settings
@@ -318,7 +317,7 @@ def test_rule_9_readiness_falls_after_repeated_out_of_memory_and_recovers() -> N
         async def ask(b: int) -> bool:
             """Whether it fits."""
             try:
-                await service.scheduler.submit(Job(layer, FORWARD, Cost({}, HEAVY, 0, 1, 0), request(b)))
+                await service.scheduler.submit(Prepared(layer, request(b), Cost({}, HEAVY, 0, 1, 0)))
             except OutOfMemory:
                 return False
             return True

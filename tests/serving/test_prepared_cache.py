@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from attend.errors import AttendError, InvalidRequest
 from attend.limits import ServingLimits
-from attend.serving.binding import ATTEND, Prepared
+from attend.serving.binding import ATTEND
 from attend.serving.engine import Engine
 from attend.serving.layers.registry import LayerRegistry
+from attend.serving.prepared import Prepared
 from attend.serving.prepared_cache import MAX_KEY_CHARACTERS, MAX_REQUESTS, PreparedCache, cache_key
 from attend.serving.requests import Request
 from attend.serving.service import ServiceOptions, open_service

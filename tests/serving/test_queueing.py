@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attend.serving.cost import Cost
-from attend.serving.queueing import DEFAULT_RATE, INTERNAL, MAX_IDLE_FLOWS, FairQueue, Flow, Occupancy, Throughput, size_class
+from attend.serving.queueing import DEFAULT_RATE, MAX_IDLE_FLOWS, FairQueue, Flow, Occupancy, Throughput, size_class
 
 
 @dataclass(frozen=True)
@@ -231,7 +231,7 @@ def test_one_caller_can_use_half_of_the_queue(one: Cost) -> None:
     assert filled(occupancy, Flow("a", 4), one) == 60
     assert filled(occupancy, Flow("b", 4), one) == 30
     assert filled(occupancy, Flow("a", 0), one) == 15
-    assert filled(occupancy, INTERNAL, one) == 7
+    assert filled(occupancy, Flow("", 0), one) == 7
     assert [filled(occupancy, Flow(f"other {i}", 4), one) for i in range(9)] == [4, 2, 1, 1, 0, 0, 0, 0, 0]
     assert occupancy.refusal(Flow("c", 4), one) is not None
     setting = "max_queue_operations" if one.operations else "max_queue_bytes"

@@ -19,7 +19,7 @@ import torch
 import uvicorn
 
 from attend.attention.call import Call, Result
-from attend.attention.operations import FORWARD, ForwardPass
+from attend.attention.operations import ForwardPass
 from attend.errors import AttendError, DeadlinePassed, InvalidRequest, Overloaded, ServiceFault
 from attend.serving import scheduler
 from attend.serving.batching import Job, batch_key
@@ -28,6 +28,8 @@ from attend.serving.calls import make_call
 from attend.serving.cost import Cost, predict
 from attend.serving.executor import Outcome
 from attend.serving.layer_checks import check_against_layer
+from attend.serving.prepared import Prepared
+from attend.serving.queueing import Flow
 from attend.serving.requests import Request
 from attend.serving.service import open_service
 from attend.settings import Settings
@@ -264,7 +266,7 @@ def test_rule_2_a_settled_future_is_not_set_again() -> None:
         late, fault = DeadlinePassed("late"), ServiceFault("fault")
 
         def job() -> Job:
-            return Job(REAL, FORWARD, Cost({}, 1, 0, 1, 0), request(1), future=loop.create_future())
+            return Job(Prepared(REAL, request(1), Cost({}, 1, 0, 1, 0)), Request(), 0.0, Flow("", 0), loop.create_future())
 
         for first in (outcome, late):
             one = job()
@@ -730,7 +732,7 @@ def test_rule_12_only_inline_calls_are_computed_on_the_event_loop(small: bool, f
         harness = Harness()
         body = validate(AttendRequest, {"layer": "layer", **fields})
         check_against_layer(body, SPEC)
-        await harness.scheduler.submit(Job(harness.layer, FORWARD, predict(body, SPEC), make_call(body, SPEC)))
+        await harness.scheduler.submit(Prepared(harness.layer, make_call(body, SPEC), predict(body, SPEC)))
         assert (harness.attention.threads == [threading.get_ident()]) == small
         harness.scheduler.close()
 
@@ -955,7 +957,7 @@ def test_every_call_gets_exactly_one_outcome(seed: int, hang_ups: float) -> None
             try:
                 layer = others[int(rng.integers(2))]
                 cost, sent = Cost({}, int(rng.choice([1, HEAVY])), 0, 1, 0), Request(deadline=deadline, gone=lambda: i in hung_up)
-                outcomes[i] = await harness.scheduler.submit(Job(layer, FORWARD, cost, call, sent, batch_key(layer, call)))
+                outcomes[i] = await harness.scheduler.submit(Prepared(layer, call, cost, batch_key=batch_key(layer, call)), sent)
             except (AttendError, asyncio.CancelledError) as error:
                 outcomes[i] = error
 

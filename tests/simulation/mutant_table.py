@@ -17,12 +17,12 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
                 return await asyncio.wait_for(drawn, max(0.0, deadline - self.clock()))
 """,
     ),
-    "cycle of an inline call": (SCHEDULER, "                del settled, outcome  # as `job`\n", "                pass\n"),
+    "cycle of an inline call": (SCHEDULER, "            del outcome  # an error's traceback refers to this frame;", "            pass  #"),
     # past: the frames of a cancelled stream kept its calls, and in Python 3.11 for ever (found by the simulation)
     "cycle of a stream that is cancelled": ("attend.serving.streams", "error.with_traceback(None) from None", "error"),
     "cycle of a failed batch": ("attend.serving.faults", "error.with_traceback(None)", "error"),
     # past: a job in a frame of its own exception's traceback
-    "cycle of a waiting call": (SCHEDULER, "            del job, future  # as in `submit`\n", "            pass\n"),
+    "cycle of a waiting call": (SCHEDULER, "            del job, future  # which have an error", "            pass  #"),
     # past: exports were computed before their bytes were admitted, and for callers who had left
     "export without lease": (TRANSFER, "            request.lease.add(session.cache.size)\n", "            pass\n"),
     "work for callers who left": (
@@ -260,7 +260,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "queue that is swept for each call": (
         SCHEDULER,
-        "        if self._occupancy.refusal(job.flow, job.cost) is None:\n            return\n",
+        "        if self._occupancy.refusal(job.flow, job.prepared.cost) is None:\n            return\n",
         "        self._arrivals = len(self._queue)\n",
     ),
     "layer that is compared with all others": (

@@ -41,7 +41,7 @@ class Rules:
         results = executor._results
 
         def watched(batch: Any) -> Any:
-            self._tensors += [weakref.ref(job.call.query) for job in batch if job.call is not None]
+            self._tensors += [weakref.ref(one.call.query) for one in batch if one.call is not None]
             self._require_batch(batch)
             return results(batch)
 
@@ -85,8 +85,9 @@ class Rules:
         """A batch is formed of calls that may share one."""
         first, limits = batch[0], self.service.scheduler.batch_limits
         self._require(len(batch) <= (first.operation.largest_batch or limits.calls), "rule 6", f"a batch of {len(batch)} calls")
-        self._require(all(job is first or first.can_share_batch(job) for job in batch), "rule 6", "a batch of calls that differ")
-        caches = [id(job.operation.cache) for job in batch if job.operation.changes_state]
+        keys = {one.batch_key for one in batch}
+        self._require(len(batch) == 1 or (len(keys) == 1 and None not in keys), "rule 6", "a batch of calls that differ")
+        caches = [id(one.operation.cache) for one in batch if one.operation.changes_state]
         self._require(len(set(caches)) == len(caches), "sessions", "two steps of one session in a batch")
 
     def _require(self, holds: bool, rule: str, what: str) -> None:
@@ -119,7 +120,7 @@ class Rules:
         service, require = self.service, self._require
         scheduler, budget = service.scheduler, service.budget
         waiting = list(scheduler._queue)
-        operations = sum(job.cost.operations for job in waiting)
+        operations = sum(job.prepared.cost.operations for job in waiting)
         require(scheduler._occupancy.operations.used == operations, "rule 5", "the operations of the waiting calls are miscounted")
         require(budget.used == sum(size for _, size in budget.items()), "rule 13", "the bytes of the callers are not those of all")
         if (sessions := service.engine.sessions) is not None:

@@ -20,9 +20,9 @@ from attend.check.random_cases import FEATURES, REQUEST_FEATURES, Case, Draw, Si
 from attend.cli.server_check import compare_output, compared_outputs, largest_score
 from attend.limits import ServingLimits
 from attend.serving.admission import Admission
-from attend.serving.binding import Prepared
 from attend.serving.casting import numpy_of
 from attend.serving.layers.registry import LayerRegistry, LoadedLayer
+from attend.serving.prepared import Prepared
 from attend.serving.sessions.registry import Session
 from attend.serving.sessions.steps import STEP
 from attend.tensors import Array

@@ -11,12 +11,13 @@ import torch
 from attend.attention.call import Call, Result
 from attend.attention.operations import FORWARD
 from attend.limits import BatchLimits, QueueLimits, ServingLimits
-from attend.serving.batching import Job, batch_key
+from attend.serving.batching import batch_key
 from attend.serving.calls import make_call
 from attend.serving.cost import Cost
 from attend.serving.executor import Outcome
 from attend.serving.layers.registry import LayerRegistry, LoadedLayer
 from attend.serving.metrics import Metrics
+from attend.serving.prepared import Prepared
 from attend.serving.queueing import INLINE_OPERATIONS
 from attend.serving.requests import Request
 from attend.serving.scheduler import Scheduler
@@ -90,8 +91,8 @@ class Harness:
         layer = knobs.pop("layer", self.layer)
         operation = knobs.pop("operation", FORWARD)
         key = batch_key(layer, call, operation)
-        job = Job(layer, operation, Cost({}, operations, 0, memory, 0), call, Request(**knobs), key)
-        return asyncio.get_running_loop().create_task(self.scheduler.submit(job))
+        prepared = Prepared(layer, call, Cost({}, operations, 0, memory, 0), operation, batch_key=key)
+        return asyncio.get_running_loop().create_task(self.scheduler.submit(prepared, Request(**knobs)))
 
     async def occupy(self) -> asyncio.Task[Outcome]:
         """Close the gate and submit a call that waits there, so that the device is busy."""
@@ -115,9 +116,9 @@ def layer_with(attention: Any, name: str = "layer") -> LoadedLayer:
     return LoadedLayer(name, SPEC, "fingerprint", attention)
 
 
-def heavy_call(attention: Any, operations: int = HEAVY, b: int = 1) -> Job:
+def heavy_call(attention: Any, operations: int = HEAVY, b: int = 1) -> Prepared:
     """A call that `attention` computes, of so many operations."""
-    return Job(layer_with(attention), FORWARD, Cost({}, operations, 0, 1, 0), request(b))
+    return Prepared(layer_with(attention), request(b), Cost({}, operations, 0, 1, 0))
 
 
 def request(b: int, seed: int = 0, queries: int = 4, **fields: Any) -> Call:

@@ -18,13 +18,12 @@ from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from attend.attention.call import Call, Result
-from attend.attention.operations import FORWARD
 from attend.cli.logs import configure_logs
 from attend.deploy.session_router import SessionRouter
 from attend.errors import AttendError, CapacityError, NotReady
-from attend.serving.batching import Job
 from attend.serving.cost import Cost
 from attend.serving.layers.registry import LoadedLayer
+from attend.serving.prepared import Prepared
 from attend.serving.shards import find_layer
 from attend.serving.threads import prepare_torch
 from attend.settings import Settings, read_settings
@@ -68,7 +67,7 @@ class Shard:
     async def compute(self, name: str, fingerprint: str, part: Call, cost: Cost) -> Result:
         """The result of a part. Raises LayerNotFound; LayerConflict if the actor's layer of that name has another fingerprint."""
         layer = find_layer(self._service.registry, name, fingerprint)
-        return (await self._service.scheduler.submit(Job(layer, FORWARD, cost, part))).result
+        return (await self._service.scheduler.submit(Prepared(layer, part, cost))).result
 
     async def check_health(self) -> None:
         if not await self._service.is_answering():

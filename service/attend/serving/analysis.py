@@ -12,11 +12,12 @@ from attend.errors import InvalidRequest, SessionConflict
 from attend.heads.metrics.compute import OVERFLOWED, MetricsOperation
 from attend.heads.metrics.rows import MetricsOptions
 from attend.serving.admission import Admission
-from attend.serving.binding import Binding, Prepared
+from attend.serving.binding import Binding
 from attend.serving.casting import at_cache_line, cast, numpy_of
 from attend.serving.cost import Cost, predict, reply_sizes
 from attend.serving.layer_checks import refuse_packed, require_masks_of_all_heads
 from attend.serving.layers.registry import LoadedLayer
+from attend.serving.prepared import Prepared
 from attend.serving.sessions.registry import Session
 from attend.spec import LayerSpec
 from attend.tensors import BY_TORCH, DATATYPES, Array

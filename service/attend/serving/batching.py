@@ -6,7 +6,7 @@ alone: batches of mixed lengths gained less than a third (docs/performance.md). 
 
 import asyncio
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,9 +14,9 @@ import torch
 from attend.attention.call import Call
 from attend.attention.operations import FORWARD, Operation
 from attend.limits import BatchLimits
-from attend.serving.cost import Cost
 from attend.serving.layers.registry import LoadedLayer
-from attend.serving.queueing import INTERNAL, Flow
+from attend.serving.prepared import Prepared
+from attend.serving.queueing import Flow
 from attend.serving.requests import Request
 from attend.serving.rounding import may_amplify_rounding
 
@@ -33,18 +33,12 @@ def batch_key(layer: LoadedLayer, call: Call, operation: Operation = FORWARD) ->
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """What the scheduler computes for a request: an operation on a layer, and its cost. The fields below the line are the scheduler's."""
+    """A prepared request in the queue, or on the device's thread."""
 
-    layer: LoadedLayer
-    operation: Operation
-    cost: Cost
-    call: Any = None  # of the operation; None if it needs none
-    request: Request = field(default_factory=Request)  # by default one that nobody waits for
-    batch_key: tuple[Any, ...] | None = None  # jobs with equal keys may share a batch; None: the job runs alone
-    in_parts: bool = False  # too large for one process: cut along its keys and computed by the shards
-    # ----
-    arrived: float = 0.0  # on the scheduler's clock
-    flow: Flow = INTERNAL
+    prepared: Prepared
+    request: Request
+    arrived: float  # on the scheduler's clock
+    flow: Flow
     future: "asyncio.Future[Any] | None" = None  # the caller waits for it
     timer: asyncio.TimerHandle | None = None  # settles the call at its deadline
     is_computing: bool = False  # whether it is a step of a session that the device computes
@@ -62,9 +56,6 @@ class Job:
         else:
             self.future.set_result(outcome)
 
-    def can_share_batch(self, other: "Job") -> bool:
-        return self.batch_key is not None and self.batch_key == other.batch_key
-
 
 def limits_on(device: torch.device, calls: int) -> BatchLimits:
     """The limits for a device: at most `calls` calls on a GPU, one on a CPU."""
@@ -81,7 +72,7 @@ def form_batch(waiting: Iterable[Job], limits: BatchLimits, now: float) -> tuple
     operations = memory = examined = 0
     largest = limits.calls
     for job in waiting:
-        cost, deadline = job.cost, job.request.deadline
+        cost, deadline = job.prepared.cost, job.request.deadline
         if job.is_abandoned():
             abandoned.append(job)
         elif deadline is not None and deadline <= now:
@@ -89,13 +80,13 @@ def form_batch(waiting: Iterable[Job], limits: BatchLimits, now: float) -> tuple
         elif not batch or (
             operations + cost.operations <= limits.operations
             and memory + cost.memory_bytes <= limits.memory_bytes
-            and job.can_share_batch(batch[0])
+            and job.prepared.batch_key == batch[0].prepared.batch_key
         ):
             batch.append(job)
             operations += cost.operations
             memory += cost.memory_bytes
-            largest = job.operation.largest_batch or limits.calls
+            largest = job.prepared.operation.largest_batch or limits.calls
         examined += len(batch) > 0
-        if batch and (len(batch) >= largest or examined > MAX_EXAMINED or batch[0].batch_key is None):
+        if batch and (len(batch) >= largest or examined > MAX_EXAMINED or batch[0].prepared.batch_key is None):
             break
     return batch, expired, abandoned

@@ -1,38 +1,37 @@
-"""What an endpoint computes of a request, `Binding`, and what it makes of one, `Prepared`.
+"""What an endpoint computes of a request: `Binding`.
 
 To bind is to validate a request, to compare it with its layer, to admit its predicted cost, and to make its call. Invalid requests are
 refused here at the latest. Only shapes are read before the cost is admitted, so that no array is allocated for a call that is refused.
 """
 
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
 from attend.attention.call import FROM_HEADS, SCORED, Call, Result
 from attend.attention.dataflow import is_of_rows
 from attend.attention.decoding import CachedOperation
-from attend.attention.masks import MASK_TENSORS
 from attend.attention.operations import FORWARD, Operation, forward_pass
-from attend.axes import INPUTS, TENSOR_FIELDS
+from attend.axes import TENSOR_FIELDS
 from attend.errors import InvalidRequest
 from attend.serving.admission import Admission
-from attend.serving.batching import Job
-from attend.serving.calls import call_tensors, given_arrays, input_tensors, make_call, packed_attention
+from attend.serving.calls import make_call, packed_attention
 from attend.serving.casting import numpy_of
 from attend.serving.codec_pool import INLINE_BYTES
 from attend.serving.cost import Cost, predict, wire_datatype
 from attend.serving.executor import Outcome
 from attend.serving.layer_checks import check_against_layer
 from attend.serving.layers.registry import LoadedLayer
+from attend.serving.prepared import Prepared
 from attend.serving.prepared_cache import cache_key
 from attend.serving.requests import Request
 from attend.serving.scheduler import Scheduler
 from attend.serving.sessions.registry import Session
 from attend.serving.sessions.rows import members_that_read, require_rows
 from attend.spec import LayerSpec
-from attend.tensors import BY_TORCH, shape_alone
+from attend.tensors import BY_TORCH
 from attend.wire.codec import MANY_PIECES, Decoded, Encoded, Reply, joined
 from attend.wire.compression import compress
 from attend.wire.problems import validate
@@ -41,61 +40,6 @@ from attend.wire.schemas.attend import AttendRequest, Past
 R = TypeVar("R", bound=AttendRequest)
 T = TypeVar("T")
 INDIVISIBLE = ("dropout", *(name for name, field in TENSOR_FIELDS.items() if not field.divisible))  # fields of calls that are never cut
-
-NO_NUMBERS = torch.empty(0)
-MAX_KEPT_QUERIES = 4096  # of a request that is kept: positions of more would take memory, and to prepare it is quick beside such a call
-
-
-class Prepared(NamedTuple):
-    """A request that has nothing left to refuse, and how it is computed and answered: its shapes fit the layer, its cost is admitted, its
-    arrays are cast to the layer's dtype. One that a cache keeps (`without_numbers`) is the same for all requests of its shape."""
-
-    binding: "Binding[Any]"
-    body: Any  # validated, of the binding's schema
-    layer: LoadedLayer
-    call: Call
-    cost: Cost
-    operation: Operation = FORWARD
-    in_parts: bool = False  # too large for one process: cut along its keys and computed by the shards
-    log_fields: Mapping[str, Any] = {}  # of the request's log line
-    session: Session | None = None  # to which the call appends rows
-    batch_key: tuple[Any, ...] | None = None  # calls with equal keys may share a batch; None: the call runs alone
-    tensors: tuple[str, ...] = ()  # without numbers: the fields that have tensors, beside query, key and value
-
-    def without_numbers(self) -> "Prepared | None":
-        """What requests with the same cache key have in common; None if it depends on numbers, or takes much memory."""
-        body, call = self.body, self.call
-        arrays = given_arrays(body)
-        others = tuple(name for name in arrays if name not in INPUTS)
-        depends_on_numbers = others and body.query_offset == "end"  # the offset is that of the last key that is not masked
-        if call.masks.positions.shape[1] > MAX_KEPT_QUERIES or depends_on_numbers:
-            return None
-        shapes = {name: shape_alone(array.shape, array.dtype) for name, array in arrays.items()}
-        no_masks: dict[str, Any] = dict.fromkeys(name for name in MASK_TENSORS if name != "positions") | {"bias_blocks": False}
-        call = Call(call.options, NO_NUMBERS, NO_NUMBERS, NO_NUMBERS, replace(call.masks, **no_masks))
-        kept: dict[str, Any] = {"layer": None, "call": call, "body": body.model_copy(update=shapes)}  # the layer has the cache
-        return self._replace(**kept, tensors=others)
-
-    def with_numbers(self, members: Mapping[str, Any], layer: LoadedLayer) -> "Prepared | None":
-        """The prepared request with these members, whose cache key is that of `self`. None if an element of a mask is wrong: to validate
-        the request says which one.
-
-        Raises InvalidRequest if a number is not finite in the layer's dtype.
-        """
-        options, masks, arrays = self.call.options, self.call.masks, {}
-        for name in self.tensors:
-            if (array := AttendRequest.tensors[name].valid(members[name])) is None:
-                return None
-            arrays[name] = array
-        if "valid_lens" in arrays and arrays["valid_lens"].max(initial=0) > options.num_keys:
-            return None
-        inputs = input_tensors(members["query"], members.get("key"), members.get("value"), layer.spec, options.reproducible)
-        others: dict[str, Any] = {}
-        if arrays:
-            others, of_masks = call_tensors(arrays, members["query"].ndim == 3, layer.spec, options.reproducible)
-            masks = replace(masks, **of_masks) if of_masks else masks
-        call = Call(options, *inputs, masks, others)
-        return Prepared(self.binding, self.body, layer, call, self.cost, self.operation, self.in_parts, self.log_fields)
 
 
 class Threads(Protocol):
@@ -141,7 +85,7 @@ class Binding(Generic[R]):
         call = make_call(request, layer.spec)
         operation = self.operation(request, layer, call)
         log_fields = self.log_fields(request, layer, call, cost)
-        prepared = Prepared(self, request, layer, call, cost, operation, in_parts, log_fields)
+        prepared = Prepared(layer, call, cost, operation, request, in_parts, log_fields)
         if key is not None and (same := prepared.without_numbers()) is not None:
             if operation is FORWARD and not in_parts:  # later calls need not choose a kernel
                 same = same._replace(operation=forward_pass(layer.attention, call))
@@ -200,7 +144,7 @@ class Binding(Generic[R]):
 
     def compute(self, scheduler: Scheduler, bound: Prepared, request: Request) -> Coroutine[Any, Any, Outcome]:
         """The outcome of a prepared request. Raises what `Scheduler.submit` raises."""
-        return scheduler.submit(Job(bound.layer, bound.operation, bound.cost, bound.call, request, bound.batch_key, bound.in_parts))
+        return scheduler.submit(bound, request)
 
     async def reply(self, threads: Threads, bound: Prepared, result: Result, decoded: Decoded, request: Request) -> Encoded:
         """The reply, encoded on the event loop if it is small. Raises what `encode` raises."""

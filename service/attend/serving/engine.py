@@ -19,11 +19,12 @@ from attend.limits import ServingLimits, WireLimits
 from attend.serving import codec_pool
 from attend.serving.admission import Admission
 from attend.serving.batching import batch_key
-from attend.serving.binding import Binding, Prepared
+from attend.serving.binding import Binding
 from attend.serving.codec_pool import INLINE_BYTES, CodecPool
 from attend.serving.figures import FigureRenderer
 from attend.serving.layers.registry import LayerRegistry, LoadedLayer
 from attend.serving.metrics import Metrics, Phases
+from attend.serving.prepared import Prepared
 from attend.serving.requests import Request
 from attend.serving.scheduler import Scheduler
 from attend.serving.sessions.locks import lock_for_call
@@ -77,14 +78,14 @@ class Engine:
             decoded, bound = await self.run(request, size, self.decode_and_bind, request, binding, session_id)
         try:
             if bound is not None:
-                return await self.complete(request, decoded, bound, started)
+                return await self.complete(request, decoded, binding, bound, started)
             if decoded.sequence is not None:
                 binding = STEP
             asked = self.clock()
             async with lock_for_call(self.require_sessions(), session_id, decoded, request) as session:
                 waited = self.clock() - asked
                 bound = await self.run_by_size(request, size, self.bind, request, decoded, binding, session)
-                return await self.complete(request, decoded, bound, started, waited)
+                return await self.complete(request, decoded, binding, bound, started, waited)
         except RequestError as error:
             raise error.translated(decoded.translate) from None
 
@@ -120,7 +121,7 @@ class Engine:
                 expected = f"a reply of at most {largest} bytes ({setting}); ask for fewer outputs, or over HTTP"
                 raise TooLarge.where("", expected, str(tensor_bytes))
         shares_batches = (bound.operation.largest_batch or self.scheduler.batch_limits.calls) > 1
-        if shares_batches and not self.scheduler.computes_inline(bound.cost, bound.operation, bound.call):
+        if shares_batches and not self.scheduler.computes_inline(bound):
             return bound._replace(batch_key=batch_key(bound.layer, bound.call, bound.operation))
         return bound
 
@@ -130,16 +131,18 @@ class Engine:
         layer = self.registry.get(name) if isinstance(name, str) else None
         return self.registry.find(validate(schema, members).layer, at="/layer") if layer is None else layer
 
-    async def complete(self, request: Request, decoded: Decoded, bound: Prepared, started: float, waited: float = 0.0) -> Encoded:
+    async def complete(
+        self, request: Request, decoded: Decoded, binding: Binding[Any], bound: Prepared, started: float, waited: float = 0.0
+    ) -> Encoded:
         """Compute a prepared request that arrived at `started` and has `waited` for earlier calls, encode its result, and count it."""
         bound_at, cost, layer = self.clock(), bound.cost, bound.layer.name
         if decoded.timeout is not None:
             request.limit_seconds(decoded.timeout, started)
         try:
             self._reserve(request, decoded, bound)
-            outcome = await bound.binding.compute(self.scheduler, bound, request)
+            outcome = await binding.compute(self.scheduler, bound, request)
             computed_at = self.clock()
-            reply = await bound.binding.reply(self, bound, outcome.result, decoded, request)
+            reply = await binding.reply(self, bound, outcome.result, decoded, request)
         except BaseException:  # including CancelledError when the caller disconnects
             self.statistics.count_failed(layer, self.clock() - started)
             raise

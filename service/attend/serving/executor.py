@@ -16,6 +16,7 @@ from attend.attention.numerics import matmul_precision
 from attend.errors import AttendError, OutOfMemory
 from attend.serving.batching import Job
 from attend.serving.faults import error_of_batch
+from attend.serving.prepared import Prepared
 from attend.serving.threads import lower_priority
 
 _ON_CPU = nullcontext()  # where products have one precision
@@ -36,28 +37,37 @@ class Outcome(NamedTuple):
 Outcomes = Sequence[tuple[Job, Outcome | AttendError]]
 
 
+def compute_alone(prepared: Prepared, arrived: float, clock: Callable[[], float]) -> Outcome | AttendError:
+    """The outcome of a prepared request, or its error."""
+    started = clock()
+    try:
+        [result] = _results([prepared])
+    except Exception as error:
+        return error_of_batch(error)
+    items = 1 if prepared.call is None else prepared.call.options.items
+    return Outcome(result, started - arrived, clock() - started, 1, items, prepared.cost.operations)
+
+
 def compute(batch: Sequence[Job], clock: Callable[[], float], on_split: Callable[[], None] = lambda: None) -> Outcomes:
     """Return every job with its outcome or error.
 
     `on_split` is called each time a batch runs out of memory and is split in halves.
     """
+    if len(batch) == 1:
+        return [(batch[0], compute_alone(batch[0].prepared, batch[0].arrived, clock))]
     started = clock()
+    prepared = [job.prepared for job in batch]
     try:
-        results = _results(batch)
+        results = _results(prepared)
     except Exception as error:
         failed, results = [error_of_batch(error) for _ in batch], None  # one for each caller: a raised error refers to frames
     if results is not None:
-        seconds, items, operations = clock() - started, 0, 0
-        for job in batch:
-            items += 1 if job.call is None else job.call.options.items
-            operations += job.cost.operations
+        seconds = clock() - started
+        items, operations = sum(each.call.options.items for each in prepared), sum(each.cost.operations for each in prepared)
         totals = seconds, len(batch), items, operations
-        counted = batch[0] if len(batch) == 1 else _still_awaited(batch)
-        outcomes: list[tuple[Job, Outcome | AttendError]] = []
-        for job, result in zip(batch, results, strict=True):
-            outcomes.append((job, Outcome(result, started - job.arrived, *totals, job is counted)))
-        return outcomes
-    if isinstance(failed[0], OutOfMemory) and len(batch) > 1:
+        counted = _still_awaited(batch)
+        return [(job, Outcome(result, started - job.arrived, *totals, job is counted)) for job, result in zip(batch, results, strict=True)]
+    if isinstance(failed[0], OutOfMemory):
         on_split()
         middle = len(batch) // 2
         return [pair for half in (batch[:middle], batch[middle:]) for pair in compute(half, clock, on_split)]
@@ -69,8 +79,8 @@ def _still_awaited(batch: Sequence[Job]) -> Job:
     return next((job for job in batch if not job.is_abandoned()), batch[0])
 
 
-def _results(batch: Sequence[Job]) -> list[Result]:
-    """The result of every job, with tensors on the CPU.
+def _results(batch: Sequence[Prepared]) -> list[Result]:
+    """The result of every prepared request, with tensors on the CPU.
 
     A reproducible call is computed by one thread, so that its result does not depend on the server's number of threads.
     """
@@ -79,7 +89,7 @@ def _results(batch: Sequence[Job]) -> list[Result]:
     is_cpu = layer.device.type == "cpu"
     with _ON_CPU if is_cpu else matmul_precision(first.layer.spec.matmul_precision, layer.device):
         if len(batch) > 1:
-            return operation.run_batch(layer, [(job.operation, job.call) for job in batch])
+            return operation.run_batch(layer, [(each.operation, each.call) for each in batch])
         if not is_cpu and call is not None:
             call, operation = call.to(layer.device), operation.to(layer.device)
         alone = call is not None and call.options.reproducible

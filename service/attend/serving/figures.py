@@ -24,11 +24,12 @@ from attend.attention.operations import FORWARD, Operation
 from attend.errors import CallerGone, DeadlinePassed, InvalidRequest, NotAcceptable, TooLarge
 from attend.heads.figures import FigureSpec, compose, draw, operation_for
 from attend.serving.analysis import counted_queries
-from attend.serving.binding import Binding, Prepared, Threads, refuse_fully_masked
+from attend.serving.binding import Binding, Threads, refuse_fully_masked
 from attend.serving.cost import Cost
 from attend.serving.fair_share import FairShare
 from attend.serving.layer_checks import refuse_packed
 from attend.serving.layers.registry import LoadedLayer
+from attend.serving.prepared import Prepared
 from attend.serving.requests import Request
 from attend.serving.threads import lower_priority
 from attend.spec import LayerSpec

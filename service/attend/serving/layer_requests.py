@@ -18,7 +18,6 @@ from attend.checkpoints.model import SECTIONS
 from attend.errors import InvalidRequest, translating
 from attend.heads.circuits import CircuitsOperation, require_circuits
 from attend.limits import WireLimits
-from attend.serving.batching import Job
 from attend.serving.cost import predict_circuits
 from attend.serving.layers.files import (
     CheckpointQuery,
@@ -30,6 +29,7 @@ from attend.serving.layers.files import (
 )
 from attend.serving.layers.loader import AddedLayer
 from attend.serving.layers.registry import LoadedLayer
+from attend.serving.prepared import Prepared
 from attend.serving.requests import Request
 from attend.serving.service import Service
 from attend.tensors import BY_TORCH
@@ -93,8 +93,8 @@ async def layer_circuits(service: Service, name: str, request: Request) -> str:
     step = max(1, CIRCUITS_OPERATIONS // of_head.operations)
     for first in range(0, layer.spec.num_heads, step):
         heads = range(first, min(first + step, layer.spec.num_heads))
-        job = Job(layer, CircuitsOperation(heads), predict_circuits(layer.spec, len(heads)), request=request)
-        results.append((await engine.scheduler.submit(job)).result)
+        prepared = Prepared(layer, None, predict_circuits(layer.spec, len(heads)), CircuitsOperation(heads))
+        results.append((await engine.scheduler.submit(prepared, request)).result)
     return await engine.run_by_size(request, cost.reply_bytes, _circuits_text, layer, results)
 
 

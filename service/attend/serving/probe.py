@@ -5,15 +5,14 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from attend.attention.operations import FORWARD
 from attend.errors import AttendError
 from attend.limits import ServingLimits
 from attend.serving.admission import Admission
-from attend.serving.batching import Job
 from attend.serving.calls import make_call
 from attend.serving.cost import predict
 from attend.serving.executor import Outcome
 from attend.serving.layers.registry import LoadedLayer
+from attend.serving.prepared import Prepared
 from attend.serving.scheduler import Scheduler
 from attend.wire.schemas.attend import AttendRequest
 
@@ -78,7 +77,7 @@ class Probe:
 
     async def _submit_zeros(self, layer: LoadedLayer, length: int) -> Outcome:
         request = zeros(layer, length)
-        return await self.scheduler.submit(Job(layer, FORWARD, predict(request, layer.spec), make_call(request, layer.spec)))
+        return await self.scheduler.submit(Prepared(layer, make_call(request, layer.spec), predict(request, layer.spec)))
 
 
 def zeros(layer: LoadedLayer, length: int) -> AttendRequest:

@@ -42,9 +42,6 @@ class Flow(NamedTuple):
     size: int
 
 
-INTERNAL = Flow("", 0)  # small calls of this process, such as probes
-
-
 class _FlowItems(Generic[T]):
     """The items of one flow, oldest first: a linked list, in which any item is found and removed in constant time."""
 

@@ -27,24 +27,23 @@ from typing import NamedTuple
 
 import torch
 
-from attend.attention.call import Call
-from attend.attention.operations import Operation
 from attend.errors import AttendError, CallerGone, DeadlinePassed, OutOfMemory, Overloaded
 from attend.limits import BatchLimits, QueueLimits
 from attend.serving.admission import cost_of_part
 from attend.serving.batching import Job, form_batch
-from attend.serving.cost import Cost
-from attend.serving.executor import Outcome, Outcomes, compute
+from attend.serving.executor import Outcome, Outcomes, compute, compute_alone
 from attend.serving.faults import error_of_batch
 from attend.serving.metrics import Metrics
+from attend.serving.prepared import Prepared
 from attend.serving.queueing import INLINE_OPERATIONS, FairQueue, Flow, Occupancy, Throughput, size_class
-from attend.serving.requests import TOO_LATE
+from attend.serving.requests import TOO_LATE, Request
 from attend.serving.shards import Shards, merge_results, split_call
 from attend.serving.threads import call_in_loop, lower_priority
 
 OVERHEAD_OPERATIONS = 1 << 20  # operations added to the cost of any call
 OVERDUE_FACTOR = 10  # a batch that takes longer than this many times its predicted seconds is overdue
 SWEEP_SHARE = 16  # the waiting calls are swept once for this share of their number of new calls
+INLINE_CLASS = size_class(0)  # the size class of calls that are computed inline
 UNHEALTHY_AFTER = 3  # after so many consecutive calls that ran out of memory, the device is unhealthy
 
 
@@ -73,7 +72,7 @@ class Scheduler:
         self.finished_at = -math.inf  # when the device last finished something
         self._finished = asyncio.Event()
         self._inline = device.type == "cpu" and not self.limits.batch_delay
-        self._queue: FairQueue[Job] = FairQueue(lambda job: job.flow, lambda job: job.cost.operations + OVERHEAD_OPERATIONS)
+        self._queue: FairQueue[Job] = FairQueue(lambda job: job.flow, lambda job: job.prepared.cost.operations + OVERHEAD_OPERATIONS)
         self._occupancy = Occupancy(self.limits.max_queue_operations, self.limits.max_queue_bytes)
         self._throughput = Throughput()
         self._running: Running | None = None
@@ -116,41 +115,37 @@ class Scheduler:
         """Whole seconds until the queue is empty if no calls arrive; at least 1."""
         return max(1, round(self.backlog))
 
-    async def submit(self, job: Job) -> Outcome:
-        """Compute a job and return its outcome.
+    async def submit(self, prepared: Prepared, request: Request | None = None) -> Outcome:
+        """Compute a prepared request and return its outcome. Without `request` nobody waits for it.
 
         Raises Overloaded, DeadlinePassed, OutOfMemory, CallerGone, ServiceFault, or what `Shards.compute` raises.
         """
-        job.arrived = self.clock()
+        arrived, request = self.clock(), request or Request()
+        if prepared.in_parts and self.shards is not None:
+            return await self._compute_in_parts(prepared, request.deadline, arrived, self.shards)
+        if not self.computes_inline(prepared):
+            return await self._enqueue(Job(prepared, request, arrived, Flow(request.caller, size_class(prepared.cost.operations))))
+        if request.gone():
+            self.metrics.count_abandoned(1)
+            raise CallerGone
+        if request.deadline is not None and request.deadline <= arrived:
+            raise DeadlinePassed(TOO_LATE)
+        self.metrics.count_batch(1)
+        outcome = compute_alone(prepared, arrived, self.clock)
+        self._record(outcome, INLINE_CLASS)
         try:
-            if job.in_parts and self.shards is not None:
-                return await self._compute_in_parts(job, self.shards)
-            if not self.computes_inline(job.cost, job.operation, job.call):
-                job.flow = Flow(job.request.caller, size_class(job.cost.operations))
-                return await self._enqueue(job)
-            if job.request.gone():
-                self.metrics.count_abandoned(1)
-                raise CallerGone
-            if job.request.deadline is not None and job.request.deadline <= job.arrived:
-                raise DeadlinePassed(TOO_LATE)
-            self.metrics.count_batch(1)
-            settled = compute([job], self.clock)
-            self._record(settled)
-            _, outcome = settled[0]
-            try:
-                if isinstance(outcome, AttendError):
-                    raise outcome
-                return outcome
-            finally:
-                del settled, outcome  # as `job`
+            if isinstance(outcome, AttendError):
+                raise outcome
+            return outcome
         finally:
-            del job  # holds the future and so its exception, whose traceback refers to this frame; such a cycle would keep the tensors
+            del outcome  # an error's traceback refers to this frame; such a cycle would keep the tensors
 
-    def computes_inline(self, cost: Cost, operation: Operation, call: Call | None) -> bool:
-        """Whether an operation is computed on the event loop at once, alone."""
-        if not self._inline or not operation.is_one_pass or cost.operations > INLINE_OPERATIONS:
+    def computes_inline(self, prepared: Prepared) -> bool:
+        """Whether it is computed on the event loop at once, alone."""
+        if not self._inline or not prepared.operation.is_one_pass or prepared.cost.operations > INLINE_OPERATIONS:
             return False
         # a reproducible call may wait for the one thread that computes such calls, and the first gradient loads modules of torch
+        call = prepared.call
         return call is None or not (call.options.reproducible or "output_gradient" in call.given)
 
     async def wait_for_progress(self, seconds: float) -> bool:
@@ -169,17 +164,17 @@ class Scheduler:
     def close(self) -> None:
         self._thread.shutdown(wait=False)
 
-    async def _compute_in_parts(self, job: Job, shards: Shards) -> Outcome:
-        """The outcome of a job that the shards compute. Their results are merged on the device's thread."""
-        parts, deadline = split_call(job.call, shards.count), job.request.deadline
+    async def _compute_in_parts(self, prepared: Prepared, deadline: float | None, arrived: float, shards: Shards) -> Outcome:
+        """The outcome of a request that the shards compute. Their results are merged on the device's thread."""
+        layer, call, cost = prepared.layer, prepared.call, prepared.cost
+        parts = split_call(call, shards.count)
         try:
-            async with asyncio.timeout(None if deadline is None else deadline - job.arrived):
-                results = await shards.compute(job.layer, parts, cost_of_part(job.cost, len(parts)))
+            async with asyncio.timeout(None if deadline is None else deadline - arrived):
+                results = await shards.compute(layer, parts, cost_of_part(cost, len(parts)))
         except TimeoutError:
             raise DeadlinePassed(TOO_LATE) from None
-        loop = asyncio.get_running_loop()
-        result = await loop.run_in_executor(self._thread, merge_results, job.layer.attention, job.call, results)
-        return Outcome(result, 0.0, self.clock() - job.arrived, 1, job.call.options.items, job.cost.operations)
+        result = await asyncio.get_running_loop().run_in_executor(self._thread, merge_results, layer.attention, call, results)
+        return Outcome(result, 0.0, self.clock() - arrived, 1, call.options.items, cost.operations)
 
     async def _enqueue(self, job: Job) -> Outcome:
         """Wait for the outcome of a call in the queue."""
@@ -188,12 +183,12 @@ class Scheduler:
         job.future = future = loop.create_future()
         is_first = not self.busy
         self._queue.append(job)
-        self._occupancy.add(job.flow, job.cost)
+        self._occupancy.add(job.flow, job.prepared.cost)
         self._schedule_batch(loop, self.limits.batch_delay if is_first else 0.0)
         if job.request.deadline is not None:
             job.timer = loop.call_later(max(0.0, job.request.deadline - self.clock()), self._expire, job)
         try:
-            outcome: Outcome = await (asyncio.shield(future) if job.operation.changes_state else future)
+            outcome: Outcome = await (asyncio.shield(future) if job.prepared.operation.changes_state else future)
             return outcome
         except asyncio.CancelledError:
             future.add_done_callback(_retrieve)
@@ -207,7 +202,7 @@ class Scheduler:
         finally:
             if job.timer is not None:
                 job.timer.cancel()
-            del job, future  # as in `submit`
+            del job, future  # which have an error whose traceback refers to this frame, as in `submit`
 
     def _require_room(self, job: Job) -> None:
         """Raises Overloaded if the queue is full, also without the calls whose callers have disconnected. An empty queue accepts any call.
@@ -215,12 +210,12 @@ class Scheduler:
         To sweep the queue takes time in proportion to its length, so there is one sweep for a share of that number of calls.
         """
         self._arrivals += 1
-        if self._occupancy.refusal(job.flow, job.cost) is None:
+        if self._occupancy.refusal(job.flow, job.prepared.cost) is None:
             return
         if self._arrivals * SWEEP_SHARE >= len(self._queue):
             self._arrivals = 0
             self._drop([waiting for waiting in self._queue if waiting.is_abandoned()])
-        if (refusal := self._occupancy.refusal(job.flow, job.cost)) is not None:
+        if (refusal := self._occupancy.refusal(job.flow, job.prepared.cost)) is not None:
             raise Overloaded(self.retry_after, problems=[refusal])
 
     def _schedule_batch(self, loop: asyncio.AbstractEventLoop, delay: float = 0.0) -> None:
@@ -256,10 +251,10 @@ class Scheduler:
 
     def _start(self, loop: asyncio.AbstractEventLoop, batch: Sequence[Job]) -> None:
         """Compute a batch on the device's thread."""
-        predicted = self._throughput.seconds(batch[0].flow.size, sum(job.cost.operations for job in batch))
+        predicted = self._throughput.seconds(batch[0].flow.size, sum(job.prepared.cost.operations for job in batch))
         self._running = Running(self.clock(), predicted)
         for job in batch:
-            job.is_computing = job.operation.changes_state
+            job.is_computing = job.prepared.operation.changes_state
             if job.is_computing and job.timer is not None:
                 job.timer.cancel()  # its session is in use until it is computed, so the next call to it has to wait
 
@@ -273,29 +268,26 @@ class Scheduler:
     def _finish(self, loop: asyncio.AbstractEventLoop, settled: Outcomes) -> None:
         """Settle the calls of a batch that was computed or failed, and schedule the next one."""
         self._running = None
-        self._record(settled)
         for job, outcome in settled:
+            self._record(outcome, job.flow.size)
             job.settle(outcome)
         self._schedule_batch(loop)
 
-    def _record(self, settled: Outcomes) -> None:
-        """Update the measured speed and the health of the device from computed calls. Calls that the event loop computes while the device
-        is busy do not show that the device works.
+    def _record(self, outcome: Outcome | AttendError, size: int) -> None:
+        """Update the measured speed and the health of the device from a computed call of this size class. Calls that the event loop
+        computes while the device is busy do not show that the device works.
         """
-        is_computed = False
-        for job, outcome in settled:
-            self.out_of_memory = self.out_of_memory + 1 if isinstance(outcome, OutOfMemory) else 0
-            if isinstance(outcome, Outcome) and outcome.is_counted:
-                is_computed = True
-                self._throughput.observe(job.flow.size, outcome.operations, outcome.compute)
-        if is_computed and self._running is None:
-            self.finished_at = self.clock()
-            self._finished.set()
+        self.out_of_memory = self.out_of_memory + 1 if isinstance(outcome, OutOfMemory) else 0
+        if isinstance(outcome, Outcome) and outcome.is_counted:
+            self._throughput.observe(size, outcome.operations, outcome.compute)
+            if self._running is None:
+                self.finished_at = self.clock()
+                self._finished.set()
 
     def _remove(self, jobs: Sequence[Job], served: bool = False) -> None:
         """Remove jobs from the queue; charge them to their flows if they are served."""
         for job in jobs:
-            self._occupancy.remove(job.flow, job.cost)
+            self._occupancy.remove(job.flow, job.prepared.cost)
         if served:
             self._queue.serve(jobs)
         else:

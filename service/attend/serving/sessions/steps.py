@@ -14,10 +14,11 @@ from attend.attention.masks import Masks
 from attend.axes import GRADIENTS, MASKS, OTHERS
 from attend.errors import InvalidRequest, TooLarge, pointer
 from attend.serving.admission import Admission
-from attend.serving.binding import Binding, Prepared
+from attend.serving.binding import Binding
 from attend.serving.calls import call_options, input_tensors, make_call, no_rows
 from attend.serving.cost import predict_call
 from attend.serving.executor import Outcome
+from attend.serving.prepared import Prepared
 from attend.serving.prepared_cache import cache_key
 from attend.serving.requests import Request
 from attend.serving.scheduler import Scheduler
@@ -63,7 +64,7 @@ class StepBinding(Binding[AttendRequest]):
         admission.require(cost)
         if cached is None:
             call = make_call(request, spec)
-            if key is not None and (same := Prepared(self, request, layer, call, cost).without_numbers()) is not None:
+            if key is not None and (same := Prepared(layer, call, cost, body=request).without_numbers()) is not None:
                 layer.prepared.keep(key, same)
         else:
             inputs = input_tensors(members["query"], members.get("key"), members.get("value"), spec, request.reproducible)
@@ -73,7 +74,7 @@ class StepBinding(Binding[AttendRequest]):
         require_rows(session, call)
         operation = CachedForwardPass(session.cache, session.length)
         log_fields = self.log_fields(request, layer, call, cost)
-        return Prepared(self, request, layer, call, cost, operation, log_fields=log_fields, session=session)
+        return Prepared(layer, call, cost, operation, request, log_fields=log_fields, session=session)
 
     async def compute(self, scheduler: Scheduler, bound: Prepared, request: Request) -> Outcome:
         """As `Binding.compute`. Raises also OutOfMemory, and InvalidRequest for new rows that overflow."""
