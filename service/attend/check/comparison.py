@@ -1,7 +1,7 @@
 """Compares a candidate with the reference in every case, and says what was looked at."""
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -17,7 +17,7 @@ from attend.check.convention import make_convention
 from attend.check.disagreements import UNEXPLAINED, disagreement, divergence_of, explained
 from attend.check.divergence import first_wrong_step
 from attend.check.explanation import Explanation
-from attend.check.families import layer_of, with_positions
+from attend.check.families import layer_of, most_common_of_each_kind, with_positions
 from attend.check.gradients import compare_gradients, has_own_backward
 from attend.check.lengths import LONGEST
 from attend.check.low_precision import HALF
@@ -73,17 +73,8 @@ def _alternatives(loaded: Any, tried: Tried, comparison: Comparison, seed: int) 
         for other in (tried, *others):
             with suppress(ValueError):
                 steps.setdefault(_steps_in(loaded, other, seed), other)
-        most = steps[max(steps)]
-        yield from (most,) if most is not tried else _most_common_of_each_kind(others)
-
-
-def _most_common_of_each_kind(with_positions: Sequence[Tried]) -> Iterable[Tried]:
-    """The first with ALiBi, with RoPE on halves, and with RoPE on pairs."""
-    first: dict[bool | None, Tried] = {}
-    for tried in with_positions:
-        rope = tried.spec and tried.spec.rope
-        first.setdefault(rope.interleaved if rope else None, tried)
-    return first.values()
+        most, usual = steps[max(steps)], most_common_of_each_kind([other.spec for other in others if other.spec])
+        yield from (most,) if most is not tried else (other for other in others if other.spec in usual)
 
 
 def _with_fewest_mistakes(loaded: Any, compared: Sequence[tuple[Comparison, Tried]], seed: int) -> Comparison:

@@ -43,6 +43,14 @@ def with_positions(spec: LayerSpec) -> Iterator[tuple[str, LayerSpec]]:
             yield words, LayerSpec.model_validate(spec.model_dump(exclude_unset=True) | fields)
 
 
+def most_common_of_each_kind(positions: Sequence[LayerSpec]) -> list[LayerSpec]:
+    """The first layer with ALiBi, with RoPE on halves, and with RoPE on pairs."""
+    first: dict[bool | None, LayerSpec] = {}
+    for spec in positions:
+        first.setdefault(spec.rope.interleaved if spec.rope else None, spec)
+    return [*first.values()]
+
+
 @cache
 def _positions() -> Sequence[tuple[str, float, dict[str, Any]]]:
     """The positions of all families, in words; which part of a head is rotated; and the fields of a spec."""
