@@ -1,8 +1,11 @@
-"""The committed OpenAPI document is the one that the application serves, and the server accepts its examples."""
+"""The committed OpenAPI document is the one that the application serves; the server accepts its examples, and generated requests."""
 
 import json
+import os
 import re
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,7 @@ import httpx
 import pytest
 
 from attend.wire.schemas.schema import Schema
+from support.server import Server
 
 COMMITTED: dict[str, Any] = json.loads((Path(__file__).parent.parent / "openapi" / "openapi.json").read_text())
 
@@ -113,3 +117,47 @@ def test_no_two_schemas_have_one_name() -> None:
         found += kind.__subclasses__()
     names = [kind.__name__ for kind in kinds if kind.__module__.startswith("attend.wire")]
     assert len(names) > 30 and {name for name in names if names.count(name) > 1} == set()
+
+
+# schemathesis: replies to generated requests are as the document says, and requests that it calls valid are accepted
+
+# The first is the number for each operation and phase. .ci/run has more, and the phases coverage and stateful as well.
+SCHEMA_EXAMPLES, SCHEMA_PHASES = os.environ.get("SCHEMA_EXAMPLES", "2"), os.environ.get("SCHEMA_PHASES", "examples,fuzzing")
+HERE = Path(__file__).parent
+
+# positive_data_acceptance: statuses allowed for valid data. `support/schema_check.py` accepts 400, 404, 413 and 422 only for known reasons.
+# 409: the configured layer cannot be replaced on a server that stores layers. 410, 412: a session has ended, or has another length.
+CONFIG = """
+[checks.positive_data_acceptance]
+expected-statuses = ["2xx", 400, 404, 409, 410, 412, 413, 422]
+
+[checks.negative_data_rejection]
+expected-statuses = ["4xx"]
+"""
+
+
+def test_replies_to_generated_requests_are_as_documented(start: Callable[..., Server], tmp_path: Path) -> None:
+    """With every check of schemathesis, and `support/schema_check.py`."""
+    server = start("--layers-dir", str(tmp_path / "layers"), "--session-memory", "100000000")  # keeps the layer `default`
+    httpx.put(f"{server.url}/layers/tiny", json={"spec": {"d_model": 4, "num_heads": 2, "seed": 7}}).raise_for_status()
+    config, report = tmp_path / "schemathesis.toml", tmp_path / "report"
+    config.write_text(CONFIG)
+    command = [sys.executable, "-m", "schemathesis.cli", f"--config-file={config}", "run", f"{server.url}/openapi.json", "--checks=all"]
+    command += [
+        "--phases",
+        SCHEMA_PHASES,
+        "--max-examples",
+        SCHEMA_EXAMPLES,
+        "--seed",
+        "7",
+        "--no-color",
+        "--request-timeout=120",
+        "--suppress-health-check=all",
+        "--report-junit-path",
+        str(report),
+    ]
+    ours = {"SCHEMATHESIS_HOOKS": "support.schema_check", "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env={**os.environ, **ours})
+    assert done.returncode == 0, done.stdout
+    assert "generated" in done.stdout
+    assert not [line for line in server.log if "internal_error" in json.dumps(line)]

@@ -315,11 +315,11 @@ def test_health_and_reflection(channel: grpc.Channel) -> None:
 
 def test_cancelled_and_expired_calls_are_not_computed_and_a_drain_answers_the_rest(start: Callable[..., Server]) -> None:
     """Three calls wait. One is cancelled, one reaches its deadline, and the last is answered although the server is stopping."""
-    server = start("--grpc-port", "0", "--batch-delay", "2")
+    server = start("--grpc-port", "0", "--batch-delay", "1")
     with grpc.insecure_channel(address_of(server)) as channel, httpx.Client(base_url=server.url) as http:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         inputs = entry("query", [1, 1, 64], fp32_contents=[0.5] * 64)
-        good, with_timeout = request("default", inputs), request("default", inputs, parameters={"timeout": {"int64_param": 200_000}})
+        good, with_timeout = request("default", inputs), request("default", inputs, parameters={"timeout": {"int64_param": 100_000}})
 
         def expire() -> None:
             """A call that reaches its deadline at the server, which has then received all earlier calls of this connection."""
