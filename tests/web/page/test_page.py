@@ -1,5 +1,6 @@
 """The page at GET / in a real browser: its controls, refusals, address and exports, by pointer and keyboard, on a screen and on a phone."""
 
+import itertools
 import json
 import subprocess
 import sys
@@ -100,26 +101,26 @@ def test_a_pasted_request_is_sent_and_shown(begin_visit: BeginVisit, http: httpx
     assert side(visit, "q").all_inner_texts() == WORDS
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
+def test_the_refusal_of_a_pasted_request_is_shown_below_it(begin_visit: BeginVisit) -> None:
+    visit = begin_visit()
+    valid = json.dumps({"query": [[0.5] * 64]})
+    visit.request_sent_by(lambda: visit.page.check("input[value=request]", force=True))
+    for text, message in (
         ('{"query": [[1, 2], [3]]}', "at /query/1"),
         ('{"query": [[1,', "JSON"),
         ('{"query": [[1, 2]]}', "Expected 64 values per query"),
         ("[1]", "a JSON object"),
         ('{"query": {"shape": [0, 64], "datatype": "FP32", "data": []}}', "nothing to show"),
         ('{"query": [[0]], "mask": 1}', "since libraries disagree"),
-    ],
-)
-def test_the_refusal_of_a_pasted_request_is_shown_below_it(begin_visit: BeginVisit, text: str, message: str) -> None:
-    visit = begin_visit()
-    visit.request_sent_by(lambda: visit.page.check("input[value=request]", force=True))
-    with visit.page.expect_response("**/attend"):
-        visit.page.fill("#request", text)
-    visit.page.locator("#result[aria-busy=false]").wait_for()
-    assert message in visit.page.inner_text("#request-error")
-    assert visit.page.get_attribute("#request", "aria-invalid") == "true"
-    assert visit.page.get_attribute("#request", "aria-describedby") == "request-error"
+    ):
+        with visit.page.expect_response("**/attend"):
+            visit.page.fill("#request", text)
+        visit.page.locator("#result[aria-busy=false]").wait_for()
+        assert message in visit.page.inner_text("#request-error")
+        assert visit.page.get_attribute("#request", "aria-invalid") == "true"
+        assert visit.page.get_attribute("#request", "aria-describedby") == "request-error"
+        visit.request_sent_by(lambda: visit.page.fill("#request", valid))
+        assert visit.page.inner_text("#request-error") == "" and visit.page.get_attribute("#request", "aria-invalid") is None
 
 
 def test_a_refusal_is_shown_at_its_field(begin_visit: BeginVisit) -> None:
@@ -293,20 +294,17 @@ def test_copied_code_reproduces_the_shown_numbers(browser: Any, begin_visit: Beg
     assert '"mat"' not in rest and "'\"', 'mat', '\"'" in rest
 
 
-@pytest.mark.parametrize(
-    ("file_format", "start"),
-    [("png", b"\x89PNG"), ("svg", b"<?xml"), ("html", b"<!doctype html>")],
-)
-@pytest.mark.parametrize("kind", ["heads", "shown"])
-def test_pictures_are_downloaded_in_each_format(begin_visit: BeginVisit, file_format: str, start: bytes, kind: str) -> None:
+def test_pictures_are_downloaded_in_each_format(begin_visit: BeginVisit) -> None:
     visit = begin_visit()
     visit.page.locator("#heads [data-head='2']").click()
-    visit.page.select_option("#kind", kind)
-    with visit.page.expect_download() as caught, visit.page.expect_request("**/attend/figure") as request:
-        visit.page.click(f"[data-figure={file_format}]")
-    assert caught.value.suggested_filename == f"attention-{'head' if kind == 'shown' else 'heads'}.{file_format}"
-    assert caught.value.path().read_bytes()[: len(start)].lower() == start.lower()
-    assert request.value.post_data_json["figure"]["heads"] == ([2] if kind == "shown" else list(range(8)))
+    formats = {"png": b"\x89PNG", "svg": b"<?xml", "html": b"<!doctype html>"}
+    for kind, (file_format, start) in itertools.product(("heads", "shown"), formats.items()):
+        visit.page.select_option("#kind", kind)
+        with visit.page.expect_download() as caught, visit.page.expect_request("**/attend/figure") as request:
+            visit.page.click(f"[data-figure={file_format}]")
+        assert caught.value.suggested_filename == f"attention-{'head' if kind == 'shown' else 'heads'}.{file_format}"
+        assert caught.value.path().read_bytes()[: len(start)].lower() == start.lower()
+        assert request.value.post_data_json["figure"]["heads"] == ([2] if kind == "shown" else list(range(8)))
 
 
 def test_the_refusal_of_a_picture_is_shown_beside_its_button(begin_visit: BeginVisit) -> None:
