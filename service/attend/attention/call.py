@@ -15,7 +15,6 @@ from attend.attention.masks import MASK_TENSORS, Masks
 from attend.attention.torch_arithmetic import top_k
 from attend.axes import FEATURES
 
-FullyMasked = Literal["zero", "uniform", "error"]
 SCORED = frozenset({"scores", "attention_weights", "log_sum_exp"})
 FROM_HEADS = frozenset({"head_outputs", "concatenated", "output"})  # outputs that follow from weighted values
 TOP_K = frozenset({"keys", "values"})  # in place of attention weights, with `top_k`
@@ -38,7 +37,7 @@ class CallOptions:
     softcap: float | None = None
     self_attention: bool = False
     keys_as_values: bool = False  # whether key and value are one input
-    fully_masked: FullyMasked = "zero"
+    fully_masked: Literal["zero", "uniform", "error"] = "zero"
     dropout: tuple[float, int] | None = None  # p, seed
     heads: tuple[int, ...] | None = None  # selected attention weights; None: all
     queries: tuple[int, ...] | None = None

@@ -1,7 +1,7 @@
 """Parses HTTP/1.1 for a connection. Has the bounds of a request's head, and `Refused`, which says why a request is beyond them."""
 
 import re
-from typing import Any, Protocol
+from typing import Any
 
 import httptools
 
@@ -35,20 +35,14 @@ CHUNK_HEADERS_TOO_LARGE = (
 )
 
 
-class Head(Protocol):
-    """What the parser asks of its connection, besides httptools' callbacks."""
-
-    def head_without_upgrade(self) -> bytes: ...
-
-
 class Parser(httptools.HttpRequestParser):
     """Ignores the header `Upgrade`, as RFC 9110 (section 7.8) asks of a server that supports no upgrade.
 
     httptools ends such a request after its head, and treats the following bytes as another protocol. So the connection ignores this
-    head; the parser reads it again without `Upgrade`, and then reads the body.
+    head; the parser reads it again as the connection has it (`head_without_upgrade`), and then reads the body.
     """
 
-    def __init__(self, connection: Head) -> None:
+    def __init__(self, connection: Any) -> None:
         super().__init__(connection)
         # As uvicorn does: a request may follow `Connection: close`. The connection decides about versions.
         self.set_dangerous_leniencies(lenient_data_after_close=True, lenient_version=True)
