@@ -6,15 +6,13 @@ lists, brackets are added: [[1,2],[3,4]] may be read as [[1,2],[3]] and [[4]].
 """
 
 import re
-from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from attend.axes import Kind
-from attend.errors import InvalidRequest, TooLarge, pointer
+from attend.errors import InvalidRequest, Problem, RequestError, TooLarge, pointer
 from attend.limits import WireLimits
 from attend.tensors import BY_NUMPY, Array
 from attend.wire.arrays import MAX_RANK, beyond_float64, convert, range_text
@@ -50,8 +48,7 @@ class RawValue(NamedTuple):
         if self.stop - self.start > MAX_PARSED_BYTES:
             raise TooLarge.where(at, f"a value of at most {MAX_PARSED_BYTES} bytes", str(self.stop - self.start))
         position_of = lambda offset: line_and_column(self.text, self.start + offset)  # noqa: E731
-        text, pointer_of = self.text[self.start : self.stop], partial(pointer, at=at)
-        return parse_strictly(text, position_of=position_of, limits=self.limits, pointer_of=pointer_of)
+        return parse_strictly(self.text[self.start : self.stop], position_of=position_of, limits=self.limits, at=at)
 
 
 class NumberList(RawValue):
@@ -88,15 +85,16 @@ class NumberList(RawValue):
             self._require_bounded(builder.at, lists, open_before + _max_depth(piece))
             if stop < 0:
                 raise InvalidRequest.where(builder.pointer_to_next(), f"a number of less than {PIECE_BYTES} bytes", "a longer one")
-            items = self._parse(piece, start, open_before, open_after, stop == self.stop, builder.pointer_of)
+            try:
+                items = self._parse(piece, start, open_before, open_after, stop == self.stop, builder.at)
+            except RequestError as error:
+                raise error.translated(builder.in_whole) from None
             builder.add(items, open_before, open_after)
             if stop == self.stop:
                 return builder.array()
             start, open_before = stop + 1, open_after
 
-    def _parse(
-        self, piece: bytes, start: int, open_before: int, open_after: int, is_last: bool, pointer_of: Callable[[Sequence[int]], str]
-    ) -> Any:
+    def _parse(self, piece: bytes, start: int, open_before: int, open_after: int, is_last: bool, at: str) -> Any:
         """The piece as Python lists. It is completed by the brackets of the lists that it begins or ends in.
 
         The comma between two pieces is in neither, so an item must end before it and another begin after it. If none does, text is added
@@ -107,7 +105,7 @@ class NumberList(RawValue):
         after = b"" if is_last else b"," if no_item else b"]" * open_after
         position_of = lambda offset: line_and_column(self.text, start + max(0, offset - len(before)))  # noqa: E731
         limits = replace(self.limits, values=2 * PIECE_BYTES)  # numbers of a tensor have no other limit than its bytes
-        return parse_strictly(b"".join((before, piece, after)), position_of=position_of, limits=limits, pointer_of=pointer_of)
+        return parse_strictly(b"".join((before, piece, after)), position_of=position_of, limits=limits, at=at)
 
     def _require_bounded(self, at: str, lists: int, depth: int) -> None:
         if depth > self.limits.max_depth:
@@ -148,13 +146,15 @@ class ArrayBuilder:
         array = np.concatenate(self.pieces) if len(self.pieces) > 1 else self.pieces[0]
         return convert(array.reshape([self.lengths[depth] for depth in range(1, self.rank + 1)]), self.dtype, self.at)
 
-    def pointer_of(self, path: Sequence[int]) -> str:
-        """Pointer to the item at this path in the next piece. The first items at each depth continue open lists."""
-        index = list(path)
+    def in_whole(self, problem: Problem) -> Problem:
+        """A problem of the next piece as one of the whole list. The first items at each depth of a piece continue open lists."""
+        if not problem.at:
+            return problem
+        index = [int(part) for part in problem.at.removeprefix(self.at).split("/")[1:]]
         for depth, before in enumerate(self.counts):
             if depth < len(index) and not any(index[:depth]):
                 index[depth] += before
-        return pointer(index, self.at)
+        return replace(problem, at=pointer(index, self.at))
 
     def pointer_to_next(self, skipped: int = 0) -> str:
         """Pointer to the next item, or to the one after `skipped` others."""

@@ -7,7 +7,6 @@ import json
 import math
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,19 +31,19 @@ def parse_strictly(
     replacements: Sequence[Any] | None = None,
     limits: WireLimits = DEFAULT_LIMITS,
     nonfinite: bool = False,
-    pointer_of: Callable[[Sequence[Any]], str] = pointer,
+    at: str = "",
 ) -> Any:
     """The document as Python objects.
 
     Raises MalformedBody, InvalidRequest (a number beyond float64), or TooLarge for more values or a deeper nesting than `limits` allow.
 
-    Errors call the text `name`. If it is a part of a request, `pointer_of` makes the pointer of a path in it. If it is a part of a larger
-    text, `position_of` maps an offset in bytes to line and column of the whole, which is then what is malformed.
+    Errors call the text `name`. If it is a part of a request, `at` is the pointer to it. If it is a part of a larger text, `position_of`
+    maps an offset in bytes to line and column of the whole, which is then what is malformed.
     With `replacements`, the n-th NaN becomes the n-th of them, and there must be as many of both. They do not count as values. With
     `nonfinite`, NaN and infinities are numbers, as Python writes them.
     """
-    too_deep = _require_few_values(text, name, limits, len(replacements or ()), pointer_of(()))
-    at = pointer_of(()) if position_of is None else ""
+    too_deep = _require_few_values(text, name, limits, len(replacements or ()), at)
+    malformed_at = at if position_of is None else ""
     unused = iter(replacements or ())
     nan_count = faults = 0
 
@@ -73,21 +72,21 @@ def parse_strictly(
             parse_int=_integer if huge else None,
         )
         may_be_faulty = faults or too_deep or (not nonfinite and (huge or b"e" in text or b"E" in text))
-        fault = _fault(document, (), limits.max_depth, nonfinite, pointer_of) if may_be_faulty else None
+        fault = _fault(document, (), limits.max_depth, nonfinite, at) if may_be_faulty else None
     except UnicodeDecodeError as error:
-        raise MalformedBody.where(at, "JSON in UTF-8", f"an invalid byte at offset {error.start}") from None
+        raise MalformedBody.where(malformed_at, "JSON in UTF-8", f"an invalid byte at offset {error.start}") from None
     except json.JSONDecodeError as error:
         got = f"the end of the {name}" if error.pos >= len(characters) else f"{characters[error.pos]!r}"
         position = (
             f"line {error.lineno} column {error.colno}" if position_of is None else position_of(len(characters[: error.pos].encode()))
         )
-        raise MalformedBody.where(at, "JSON", f"{got} at {position} ({error.msg.lower()})") from None
+        raise MalformedBody.where(malformed_at, "JSON", f"{got} at {position} ({error.msg.lower()})") from None
     except RecursionError:
-        raise TooLarge.where(pointer_of(()), "a document of moderate depth", "one nested too deeply") from None
+        raise TooLarge.where(at, "a document of moderate depth", "one nested too deeply") from None
     if fault:
         raise fault
     if replacements is not None and nan_count != len(replacements):
-        raise MalformedBody.where(at, "JSON", "NaN, which JSON does not have")
+        raise MalformedBody.where(malformed_at, "JSON", "NaN, which JSON does not have")
     return document
 
 
@@ -96,7 +95,7 @@ def parse_nested(text: str, at: str, nonfinite: bool = False) -> Any:
     encoded = text.encode(errors="surrogatepass")
     if len(encoded) > JSON_TEXT_BYTES:
         raise TooLarge.where(at, f"JSON text of at most {JSON_TEXT_BYTES} bytes", str(len(encoded)))
-    return parse_strictly(encoded, "text", nonfinite=nonfinite, pointer_of=partial(pointer, at=at))
+    return parse_strictly(encoded, "text", nonfinite=nonfinite, at=at)
 
 
 def _require_few_values(text: bytes, name: str, limits: WireLimits, uncounted: int, at: str) -> bool:
@@ -169,24 +168,22 @@ def _first_repeated(keys: Iterable[str]) -> str:
     return next(key for key in keys if key in seen or seen.add(key))  # type: ignore[func-returns-value]
 
 
-def _fault(
-    value: Any, path: tuple[Any, ...], depth: int, nonfinite: bool, pointer_of: Callable[[Sequence[Any]], str]
-) -> RequestError | None:
+def _fault(value: Any, path: tuple[Any, ...], depth: int, nonfinite: bool, at: str) -> RequestError | None:
     """The first fault in `value`, in document order: more nesting than `depth`, and unless `nonfinite`, a number that is not finite."""
     if isinstance(value, _RepeatedKey):
-        return MalformedBody.where(pointer_of((*path, value.key)), "each key once", f'"{value.key}" twice')
+        return MalformedBody.where(pointer((*path, value.key), at), "each key once", f'"{value.key}" twice')
     if isinstance(value, _Constant):
-        return MalformedBody.where(pointer_of(path), "a JSON number", value.text)
+        return MalformedBody.where(pointer(path, at), "a JSON number", value.text)
     if isinstance(value, list | dict) and value and len(path) + 1 >= depth:
         member = [key for key in path[:1] if isinstance(key, str)]
-        return TooLarge.where(pointer_of(member), f"a document at most {depth} deep (max_depth)", "one nested deeper")
+        return TooLarge.where(pointer(member, at), f"a document at most {depth} deep (max_depth)", "one nested deeper")
     if isinstance(value, float) and not (nonfinite or math.isfinite(value)):
-        return InvalidRequest.where(pointer_of(path), "a finite number", "a number beyond the range of a float64")
+        return InvalidRequest.where(pointer(path, at), "a finite number", "a number beyond the range of a float64")
     if isinstance(value, list) and set(map(type, value)) <= SCALARS and (nonfinite or (math.inf not in value and -math.inf not in value)):
         return None
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, item in items:
         may_be_faulty = isinstance(item, list | dict | _RepeatedKey | _Constant | float)
-        if may_be_faulty and (fault := _fault(item, (*path, key), depth, nonfinite, pointer_of)):
+        if may_be_faulty and (fault := _fault(item, (*path, key), depth, nonfinite, at)):
             return fault
     return None
