@@ -163,28 +163,10 @@ class DocumentReader:
         self.limits, self.shapes_alone, self.values = limits, shapes_alone, values
         self.value_count = self.member_count = 0
 
-    def members(self, document: Any, kinds: Mapping[str, Kind]) -> dict[str, Any]:
-        """The members of a document: tensors as arrays, the others as Python objects."""
+    def members(self, document: Any, kinds: Mapping[str, Kind], at: str = "", depth: int = 1) -> dict[str, Any]:
+        """The members of an object, which is at this pointer and depth: tensors as arrays, the others as Python objects."""
         if not isinstance(document, dict):
-            raise InvalidRequest.where("", "a JSON object", "a list" if isinstance(document, list) else describe_value(document))
-        return self._object(document, "", kinds, 1)
-
-    def _plain(self, value: Any, at: str, depth: int, kinds: Mapping[str, Kind] | None = None) -> Any:
-        """The value as Python objects; members named in `kinds` become arrays."""
-        self.value_count += 1
-        if self.value_count > self.limits.values:
-            raise TooLarge.where(at, f"at most {self.limits.values} values outside of tensors in one body", "more")
-        if depth > self.limits.max_depth:
-            raise TooLarge.where(
-                "/" + at.split("/")[1], f"a document at most {self.limits.max_depth} deep (max_depth)", "one nested deeper"
-            )
-        if isinstance(value, dict):
-            return self._object(value, at, kinds or {}, depth)
-        if isinstance(value, list):
-            return [self._plain(item, f"{at}/{i}", depth + 1) for i, item in enumerate(value)]
-        return self._plain(value.parsed(at), at, depth) if isinstance(value, RawValue) else value
-
-    def _object(self, document: dict[str, Any], at: str, kinds: Mapping[str, Kind], depth: int) -> dict[str, Any]:
+            raise InvalidRequest.where(at, "a JSON object", "a list" if isinstance(document, list) else describe_value(document))
         if len(document) > self.limits.max_tensors:
             raise TooLarge.where(at, f"an object of at most {self.limits.max_tensors} members (max_tensors)", str(len(document)))
         self.member_count += len(document)
@@ -204,6 +186,21 @@ class DocumentReader:
                 below = kinds.get(f"{key}/*")
                 members[key] = self._plain(value, place, depth + 1, {"*": below} if below else None)
         return members
+
+    def _plain(self, value: Any, at: str, depth: int, kinds: Mapping[str, Kind] | None = None) -> Any:
+        """The value as Python objects; members named in `kinds` become arrays."""
+        self.value_count += 1
+        if self.value_count > self.limits.values:
+            raise TooLarge.where(at, f"at most {self.limits.values} values outside of tensors in one body", "more")
+        if depth > self.limits.max_depth:
+            raise TooLarge.where(
+                "/" + at.split("/")[1], f"a document at most {self.limits.max_depth} deep (max_depth)", "one nested deeper"
+            )
+        if isinstance(value, dict):
+            return self.members(value, kinds or {}, at, depth)
+        if isinstance(value, list):
+            return [self._plain(item, f"{at}/{i}", depth + 1) for i, item in enumerate(value)]
+        return self._plain(value.parsed(at), at, depth) if isinstance(value, RawValue) else value
 
     def _tensor(self, value: Any, kind: Kind, at: str) -> Any:
         if isinstance(value, Base64Text):
