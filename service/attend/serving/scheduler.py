@@ -124,7 +124,7 @@ class Scheduler:
         if prepared.in_parts and self.shards is not None:
             return await self._compute_in_parts(prepared, request.deadline, arrived, self.shards)
         if not self.computes_inline(prepared):
-            return await self._enqueue(Job(prepared, request, arrived, Flow(request.caller, size_class(prepared.cost.operations))))
+            return await self._enqueue(prepared, request, arrived)
         if request.gone():
             self.metrics.count_abandoned(1)
             raise CallerGone
@@ -176,19 +176,20 @@ class Scheduler:
         result = await asyncio.get_running_loop().run_in_executor(self._thread, merge_results, layer.attention, call, results)
         return Outcome(result, 0.0, self.clock() - arrived, 1, call.options.items, cost.operations)
 
-    async def _enqueue(self, job: Job) -> Outcome:
+    async def _enqueue(self, prepared: Prepared, request: Request, arrived: float) -> Outcome:
         """Wait for the outcome of a call in the queue."""
+        job = Job(prepared, request, arrived, Flow(request.caller, size_class(prepared.cost.operations)))
         self._require_room(job)
         loop = asyncio.get_running_loop()
         job.future = future = loop.create_future()
         is_first = not self.busy
         self._queue.append(job)
-        self._occupancy.add(job.flow, job.prepared.cost)
+        self._occupancy.add(job.flow, prepared.cost)
         self._schedule_batch(loop, self.limits.batch_delay if is_first else 0.0)
-        if job.request.deadline is not None:
-            job.timer = loop.call_later(max(0.0, job.request.deadline - self.clock()), self._expire, job)
+        if request.deadline is not None:
+            job.timer = loop.call_later(max(0.0, request.deadline - self.clock()), self._expire, job)
         try:
-            outcome: Outcome = await (asyncio.shield(future) if job.prepared.operation.changes_state else future)
+            outcome: Outcome = await (asyncio.shield(future) if prepared.operation.changes_state else future)
             return outcome
         except asyncio.CancelledError:
             future.add_done_callback(_retrieve)
