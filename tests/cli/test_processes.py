@@ -22,6 +22,7 @@ import uvicorn
 
 from attend.cli.processes import Worker
 from attend.serving.threads import usable_cores
+from support.command import run_attend
 from support.processes import (
     ATTENDED,
     LONG,
@@ -236,12 +237,12 @@ def test_rule_10_several_workers_drain_on_sigterm(start: Start) -> None:
 )
 def test_rule_11_more_threads_than_cores_are_refused(flags: tuple[str, ...]) -> None:
     """Before a socket is opened, in one line with the number of cores, with the exit status of a usage error."""
-    command = [sys.executable, "-m", "attend", "serve", "--port", "0", *flags]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE)
+    done = run_attend("serve", "--port", "0", *flags)
+    message = done.stderr.decode()
     assert done.returncode == 2
-    assert done.stderr.startswith("attend serve: ")
-    assert f"{usable_cores()} cores" in done.stderr
-    assert done.stderr.count("\n") == 1
+    assert message.startswith("attend serve: ")
+    assert f"{usable_cores()} cores" in message
+    assert message.count("\n") == 1
     assert not done.stdout
 
 
