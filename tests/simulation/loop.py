@@ -64,7 +64,10 @@ class SimulatedLoop(asyncio.BaseEventLoop):
 
     def call_soon(self, *args: Any, **context: Any) -> asyncio.Handle:
         self.world.let_threads_run()
-        return super().call_soon(*args, **context)
+        try:
+            return super().call_soon(*args, **context)
+        finally:
+            del args  # an error of a thread that ran here has frames that refer to this one; a real thread has a stack of its own
 
     def call_at(self, when: float, *args: Any, **context: Any) -> asyncio.TimerHandle:
         """As asyncio does, timers of the same time run in an undefined order."""
