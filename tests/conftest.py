@@ -40,7 +40,8 @@ structlog.configure([renderer], logger_factory=lambda *_: structlog.PrintLogger(
 # Clients share the certificates that they trust by default: each would read them again, in 20 ms.
 httpx._transports.default.create_ssl_context = cache(httpx.create_ssl_context)
 # Leave out tests of an extra or a compiled extension that is not installed.
-collect_ignore_glob = [] if find_spec("ray") else ["deploy/test_ray.py"]
+NEEDED = {"deploy/test_ray.py": "ray", "check/test_jax.py": "jax"}  # by tests that CI runs in environments of their own
+collect_ignore_glob = [path for path, package in NEEDED.items() if not find_spec(package)]
 collect_ignore_glob += [] if numbers.variants()[1:] else ["wire/native/test_numbers.py"]
 
 

@@ -7,6 +7,7 @@ usual cause.
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from attend.check.arrays import as_array, as_float64, describe, dtype_of
+from attend.check.arrays import as_array, as_float64, compiled, describe, dtype_of
 from attend.check.cases import CaseKind, CheckCase
 from attend.check.convention import Alignment, Convention, Polarity, mask_polarity
 from attend.check.layer import Layer
@@ -178,11 +179,19 @@ class Adapter:
         ordered = {name: values[name] for name in self.signature.parameters if name in values}
         bound = inspect.BoundArguments(self.signature, ordered)
         try:
-            returned = self.function(*bound.args, **bound.kwargs)
+            returned = self._returned(bound)
         except Exception as error:
             called = ", ".join(f"{name} {describe(value)}" for name, value in ordered.items())
             raise CallFailed(f"{type(error).__name__}: {error}; called with {called}") from error
         return self.without_residual(returned, ordered[self.roles["query"]])
+
+    def _returned(self, bound: inspect.BoundArguments) -> Any:
+        """What the candidate returns. One of JAX is compiled whole where it can be, since to compile each operation takes far longer."""
+        if self.framework == "jax" and self.roles.keys().isdisjoint({"cache", "use_cache"}):
+            others = tuple(name for name, value in bound.arguments.items() if not hasattr(value, "dtype"))
+            with suppress(Exception):
+                return compiled(self.function, others)(*bound.args, **bound.kwargs)
+        return self.function(*bound.args, **bound.kwargs)
 
     def without_residual(self, returned: Any, query: Any) -> Any:
         """What was returned, less the query that a residual connection added to the output."""

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from attend.tensors import BY_TORCH, Array
 
-ARRAYS = {"jax": ("jax.numpy", "asarray"), "mlx": ("mlx.core", "array")}  # frameworks, and what makes their arrays
+ARRAYS = {"jax": ("jax", "device_put"), "mlx": ("mlx.core", "array")}  # frameworks, and what makes their arrays
 
 
 def as_array(x: Array, dtype: str, framework: str, device: Any = None) -> Any:
@@ -36,6 +37,13 @@ def _array_function(framework: str) -> Callable[[Array], Any]:
     module, name = ARRAYS[framework]
     function: Callable[[Array], Any] = getattr(import_module(module), name)
     return function
+
+
+@cache
+def compiled(function: Callable[..., Any], others: tuple[str, ...]) -> Callable[..., Any]:
+    """A function of JAX that is compiled for each of its shapes; `others`: the parameters that get no arrays."""
+    jit: Callable[..., Callable[..., Any]] = import_module("jax").jit
+    return jit(function, static_argnames=others, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def dtype_of(x: Any) -> str:
