@@ -95,7 +95,7 @@ def test_layers_that_cannot_be_represented_are_refused(layers: httpx.Client, wei
 @pytest.mark.parametrize("widths", [{}, {"kdim": 11, "vdim": 13}], ids=["one matrix", "three matrices"])
 def test_add_zero_attn_of_torch_is_sinks_of_zeros(layers: httpx.Client, widths: dict[str, int]) -> None:
     """The state dict does not show it, so the reply says that there are no sinks unless the caller says that there are."""
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
         module = torch.nn.MultiheadAttention(15, 3, batch_first=True, add_zero_attn=True, **widths).double()
         query, key, value = torch.randn(2, 5, 15).double(), *(torch.randn(2, 7, widths.get(name, 15)).double() for name in ("kdim", "vdim"))

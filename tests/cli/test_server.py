@@ -5,9 +5,12 @@ No test waits for time to pass: a drain is so long that it never ends by itself,
 
 import itertools
 import json
+import os
+import re
 import signal
 import socket
 import threading
+from pathlib import Path
 
 import httpx
 import pytest
@@ -26,7 +29,7 @@ from support.processes import (
     terminate_under_load,
     until,
 )
-from support.server import start_server
+from support.server import Server, start_server
 
 # `attend`, whose device computes the calls of callers for ever
 STUCK_DEVICE = """
@@ -176,3 +179,10 @@ def test_one_process_drains_on_sighup(start: Start) -> None:
     assert half_sent.finish()[0] == 200
     assert server.process.wait(PATIENCE) == 0
     assert "Traceback" not in "".join(server.log)
+
+
+def test_the_servers_of_tests_are_forked_from_a_process_that_has_imported_torch(server: Server) -> None:
+    """Each of them would otherwise import it, in two seconds."""
+    parent = re.search(r"^PPid:\s(\d+)", Path(f"/proc/{server.process.pid}/status").read_text(), re.MULTILINE)
+    assert parent is not None and int(parent[1]) != os.getpid()
+    assert "libtorch" in Path(f"/proc/{parent[1]}/maps").read_text()

@@ -38,7 +38,7 @@ def client(server):
 
 def local(dtype=torch.float64, **options):
     """The local module with the weights of the layer: drawn in float32, then cast."""
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
         return nn.MultiheadAttention(WIDTH, HEADS, **options).to(dtype)
 

@@ -516,7 +516,7 @@ def test_init_torch_mha_equals_torchs_module(
     """Its weights bit for bit, by their fingerprint, and its output and weights."""
     spec = {"d_model": 12, "num_heads": 3, "seed": 99, "init": "torch_mha", "bias": bias, "key_dim": kdim, "value_dim": vdim}
     seeded = http.put("/layers/torch", json={"spec": spec}).json()
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(99)
         module = torch.nn.MultiheadAttention(12, 3, bias=bias, kdim=kdim, vdim=vdim, batch_first=True)
     packed = module.in_proj_weight
@@ -550,7 +550,7 @@ def test_init_torch_mha_equals_torchs_module(
 
 def test_init_torch_mha_draws_torchs_weights_bit_for_bit(http: httpx.Client, layers: dict[str, Any]) -> None:
     """The value projection of the identity is the weight, transposed."""
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
         module = torch.nn.MultiheadAttention(6, 2)
     assert http.put("/layers/torch", json={"spec": {"d_model": 6, "num_heads": 2, "seed": 5, "init": "torch_mha"}}).status_code == 201
