@@ -29,17 +29,15 @@ from support.processes import (
     terminate_under_load,
     until,
 )
-from support.server import Server, start_server
+from support.server import Server, fork_server
 
-# `attend`, whose device computes the calls of callers for ever
+# The device computes the calls of callers for ever
 STUCK_DEVICE = """
 from threading import Event
-from attend.cli import main
 from attend.serving import scheduler
 
 compute = scheduler.compute
 scheduler.compute = lambda batch, *options: Event().wait() if batch[0].request.caller else compute(batch, *options)
-main()
 """
 LATE = 10  # calls that a client still sends after /health/ready has returned 503
 
@@ -113,7 +111,7 @@ def test_rule_10_a_call_that_never_ends_is_abandoned(start: Start) -> None:
 )
 def test_rule_10_a_computation_that_never_ends_is_left_behind(leaves: bool, number: signal.Signals, status: int) -> None:
     """No thread can be stopped; the process exits in its time, with its usual status, and says which threads still worked."""
-    server = start_server("--shutdown-seconds", "1", program=["-c", STUCK_DEVICE])
+    server = fork_server("--shutdown-seconds", "1", before=STUCK_DEVICE)
     host, port = server.url.removeprefix("http://").split(":")
     batches = counted(server.url, "attend_batch_calls_count")
     body = json.dumps(QUERY | {"reproducible": True}).encode()  # not computed on the event loop

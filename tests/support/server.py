@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -61,21 +60,18 @@ class Server:
         return self.process.wait(20)
 
 
-def start_server(*flags: str, env: dict[str, str] | None = None, program: Sequence[str] = ("-m", "attend")) -> Server:
-    """Starts a server as a user does, in three seconds, and returns once it is ready. Raises AssertionError with its log if it never is.
-
-    `program`: the arguments of Python that run the command `attend`.
-    """
-    command = [sys.executable, *program, "serve", *FLAGS, *flags]
+def start_server(*flags: str, env: dict[str, str] | None = None) -> Server:
+    """Starts a server as a user does, in three seconds, and returns once it is ready. Raises AssertionError with its log if it never is."""
+    command = [sys.executable, "-m", "attend", "serve", *FLAGS, *flags]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, **(env or {})})
     assert process.stderr is not None
     return _ready(Server(process), process.stderr)
 
 
-def fork_server(*flags: str, env: dict[str, str] | None = None) -> Server:
-    """Does the same in half a second: the server is a fork of a process that has imported it."""
+def fork_server(*flags: str, env: dict[str, str] | None = None, before: str = "") -> Server:
+    """Does the same in half a second: the server is a fork of a process that has imported it. `before`: code that the fork runs first."""
     reader, writer = FORKS.Pipe(duplex=False)
-    process = ForkedProcess(target=_serve, args=([*FLAGS, *flags], {**os.environ, **(env or {})}, writer))
+    process = ForkedProcess(target=_serve, args=([*FLAGS, *flags], {**os.environ, **(env or {})}, before, writer))
     process.start()
     writer.close()
     with reader:
@@ -83,7 +79,7 @@ def fork_server(*flags: str, env: dict[str, str] | None = None) -> Server:
     return _ready(Server(process), stderr)
 
 
-def _serve(flags: list[str], env: dict[str, str], stderr: Connection) -> None:
+def _serve(flags: list[str], env: dict[str, str], before: str, stderr: Connection) -> None:
     """Runs `attend serve` in this process."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where the tests run under nohup
     signal.signal(signal.SIGINT, signal.default_int_handler)  # also where they run in the background
@@ -93,6 +89,7 @@ def _serve(flags: list[str], env: dict[str, str], stderr: Connection) -> None:
     os.environ.update(env)
     gc.freeze()  # once it is ready, a server collects garbage: among the objects of all modules that takes a quarter of a second
     sys.argv = ["attend", "serve", *flags]
+    exec(before, {})
     from attend.cli import main
 
     main()
