@@ -29,6 +29,18 @@ def test_a_function_is_compiled_once_for_each_of_its_shapes():
     assert len(traced) == len({*traced}) < len(computed)
 
 
+def test_what_takes_arrays_of_numpy_is_compiled_too():
+    calls = []
+
+    def observed(query, key, value):
+        calls.append((query.shape, key.shape))
+        return attend(query, key, value)
+
+    comparison = compare(observed, framework="numpy", longest=33)
+    assert comparison.agrees and comparison.dtype == "float32", f"\n{comparison}"
+    assert len(calls) <= len({*calls}) + 3  # the first call of each adapter shows whose arrays it returns
+
+
 def test_a_function_that_asks_for_numbers_is_called_without_compiling():
     def asks(query, key, value):
         return attend(query, key, value) if float(jnp.abs(query).sum()) else value

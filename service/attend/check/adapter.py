@@ -82,6 +82,7 @@ class Adapter:
     is_torch: bool = False  # whether it is torch's own function or module
     may_add_numbers: bool = False  # whether it may, since its signature is that of torch's function
     others: tuple[str, ...] = ()  # parameters that have a default and no known role
+    returned: set[str] = field(default_factory=set)  # the packages of what it returned: some take arrays of NumPy and return those of JAX
     new_cache: Callable[[], Any] | None = None  # makes the cache of the first call, which calls change in place
 
     @property
@@ -187,11 +188,14 @@ class Adapter:
 
     def _returned(self, bound: inspect.BoundArguments) -> Any:
         """What the candidate returns. One of JAX is compiled whole where it can be, since to compile each operation takes far longer."""
-        if self.framework == "jax" and self.roles.keys().isdisjoint({"cache", "use_cache"}):
+        if (self.framework == "jax" or "jaxlib" in self.returned) and self.roles.keys().isdisjoint({"cache", "use_cache"}):
             others = tuple(name for name, value in bound.arguments.items() if not hasattr(value, "dtype"))
             with suppress(Exception):
                 return compiled(self.function, others)(*bound.args, **bound.kwargs)
-        return self.function(*bound.args, **bound.kwargs)
+        returned = self.function(*bound.args, **bound.kwargs)
+        first = next(iter(returned), None) if isinstance(returned, tuple | list) else returned
+        self.returned.add(type(first).__module__.partition(".")[0])
+        return returned
 
     def without_residual(self, returned: Any, query: Any) -> Any:
         """What was returned, less the query that a residual connection added to the output."""

@@ -146,7 +146,7 @@ def _compared(called: Calls) -> Comparison:
         widths=tuple(sorted(called.widths)),
         causality=_causality(called),
         spec=called.prepared.spec,
-        dtype=adapter.dtype,
+        dtype=called.compared[0].right.dtype if called.compared else adapter.dtype,  # it may return fewer digits than it gets
     )
 
 
