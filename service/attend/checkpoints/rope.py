@@ -90,7 +90,7 @@ def rope_fields(config: Config, rotary: Rotary, layer_type: str, head_dim: int) 
 
 
 def _powers(theta: float, exponents: Array) -> Array:
-    """theta^x, by the C library: NumPy's own powers of arrays depend on the kind of processor in their last digit, and with them a layer."""
+    """theta^x by the C library. The last digit of NumPy's powers of arrays, and so a layer, depends on the kind of processor."""
     return np.array([np.float64(theta) ** x for x in exponents])
 
 
