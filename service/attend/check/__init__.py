@@ -14,7 +14,8 @@ of query, key and value that are split into heads already. Torch is used only if
 In the order in which to read it:
 
     comparison.py            `compare`: calls the candidate, and says what was looked at
-    disagreements.py         what is said of a wrong one
+    alternatives.py          what a wrong one may be meant to be
+    disagreements.py         what is said of it
     report.py                what it found, and how that is written
     calls.py                 calls the candidate on every case, and compares the numbers
     candidate.py, weights.py constructs a candidate and reads its weights

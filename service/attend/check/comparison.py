@@ -1,7 +1,7 @@
 """Compares a candidate with the reference in every case, and says what was looked at."""
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -11,13 +11,14 @@ import numpy as np
 
 from attend.check.adapter import CallFailed
 from attend.check.alignment import WORDS
+from attend.check.alternatives import alternatives, unexplained, with_fewest_mistakes
 from attend.check.calls import Calls, CaseResult, ComparedCase, Failure, call
 from attend.check.candidate import Candidate, load_candidate, prepare
 from attend.check.convention import make_convention
-from attend.check.disagreements import UNEXPLAINED, disagreement, divergence_of, explained
+from attend.check.disagreements import disagreement, divergence_of, explained
 from attend.check.divergence import first_wrong_step
 from attend.check.explanation import Explanation
-from attend.check.families import layer_of, most_common_of_each_kind, with_positions
+from attend.check.families import layer_of
 from attend.check.gradients import compare_gradients, has_own_backward
 from attend.check.lengths import LONGEST
 from attend.check.low_precision import HALF
@@ -50,48 +51,14 @@ def compare(
     first, *others = try_conventions(loaded, given, convention, seed, is_causal=is_causal)
     look = partial(_compare, loaded, seed=seed, longest=longest, backward=backward)
     comparison = look(first)
-    if len(comparison.disagreements) <= (not _unexplained(comparison)):
+    if len(comparison.disagreements) <= (not unexplained(comparison)):
         return comparison
-    others += _alternatives(loaded, first, comparison, seed)
+    others += alternatives(loaded, first, comparison, seed)
     compared = [(comparison, first)]
     for other in others:
         with suppress(ValueError):
             compared.append((look(other), other))
-    return _with_fewest_mistakes(loaded, compared, seed)
-
-
-def _alternatives(loaded: Any, tried: Tried, comparison: Comparison, seed: int) -> Iterator[Tried]:
-    """What a wrong candidate may be meant to be, if no mistake gives its numbers: causal, which a mistake hides, or with positions."""
-    if not _unexplained(comparison) or comparison.results[0].agrees:
-        return
-    convention, prepared = tried.convention, prepare(loaded, tried.spec, tried.convention, seed)
-    if not convention.causal and "causal" not in convention.given and not {"mask", "causal"} & prepared.adapter.roles.keys():
-        yield replace(tried, convention=convention.tried(causal=True), found=(*tried.found, "it is always causal"))
-    if tried.spec is None:
-        others = [replace(tried, spec=spec, found=(*tried.found, f"it has {name}")) for name, spec in with_positions(prepared.spec)]
-        steps: dict[int, Tried] = {}
-        for other in (tried, *others):
-            with suppress(ValueError):
-                steps.setdefault(_steps_in(loaded, other, seed), other)
-        most, usual = steps[max(steps)], most_common_of_each_kind([other.spec for other in others if other.spec])
-        yield from (most,) if most is not tried else (other for other in others if other.spec in usual)
-
-
-def _with_fewest_mistakes(loaded: Any, compared: Sequence[tuple[Comparison, Tried]], seed: int) -> Comparison:
-    """The first of the comparisons that fewest mistakes explain; if none is explained, the one of whose layer most steps occur."""
-    number = {id(x): (_unexplained(x), len(x.disagreements)) for x, _ in compared}
-    fewest = [(x, tried) for x, tried in compared if number[id(x)] == min(number.values())]
-    if len(fewest) > 1 and _unexplained(fewest[0][0]):
-        return max(fewest, key=lambda x: _steps_in(loaded, x[1], seed))[0]
-    return fewest[0][0]
-
-
-def _steps_in(loaded: Any, tried: Tried, seed: int) -> int:
-    """How many steps of the layer occur in what the candidate makes in the first call; 0 if that cannot be recorded."""
-    prepared = prepare(loaded, tried.spec, tried.convention, seed)
-    with prepared.evaluating():
-        divergence = divergence_of(prepared, next(iter(prepared.draw_cases(seed, {"short"}))))
-    return 0 if divergence is None else divergence.occurring
+    return with_fewest_mistakes(loaded, compared, seed)
 
 
 def _compare(loaded: Any, tried: Tried, *, seed: int, longest: int, backward: bool) -> Comparison:
@@ -110,11 +77,6 @@ def _compare(loaded: Any, tried: Tried, *, seed: int, longest: int, backward: bo
         in_others = partial(in_other_sizes, loaded, tried.spec, tried.convention, prepared, seed)
         disagreements = (*explained(prepared, _evidence(called.compared), in_others, seed), *failures)
     return replace(comparison, disagreements=disagreements, rounding="" if disagreements else _rounding(called.compared))
-
-
-def _unexplained(comparison: Comparison) -> int:
-    """How many disagreements no mistake explains."""
-    return sum(x.hint == UNEXPLAINED for x in comparison.disagreements)
 
 
 def _call_on_all(prepared: Candidate, seed: int, longest: int) -> Calls:

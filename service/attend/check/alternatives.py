@@ -1,0 +1,51 @@
+"""What a wrong candidate may be meant to be, where its calls leave that open, and which of these is told."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from attend.check.candidate import prepare
+from attend.check.disagreements import UNEXPLAINED, divergence_of
+from attend.check.families import most_common_of_each_kind, with_positions
+from attend.check.report import Comparison
+from attend.check.tried import Tried
+
+
+def unexplained(comparison: Comparison) -> int:
+    """How many disagreements no mistake explains."""
+    return sum(x.hint == UNEXPLAINED for x in comparison.disagreements)
+
+
+def alternatives(loaded: Any, tried: Tried, comparison: Comparison, seed: int) -> Iterator[Tried]:
+    """What a wrong candidate may be meant to be, if no mistake gives its numbers: causal, which a mistake hides, or with positions."""
+    if not unexplained(comparison) or comparison.results[0].agrees:
+        return
+    convention, prepared = tried.convention, prepare(loaded, tried.spec, tried.convention, seed)
+    if not convention.causal and "causal" not in convention.given and not {"mask", "causal"} & prepared.adapter.roles.keys():
+        yield replace(tried, convention=convention.tried(causal=True), found=(*tried.found, "it is always causal"))
+    if tried.spec is None:
+        others = [replace(tried, spec=spec, found=(*tried.found, f"it has {name}")) for name, spec in with_positions(prepared.spec)]
+        steps: dict[int, Tried] = {}
+        for other in (tried, *others):
+            with suppress(ValueError):
+                steps.setdefault(_steps_in(loaded, other, seed), other)
+        most, usual = steps[max(steps)], most_common_of_each_kind([other.spec for other in others if other.spec])
+        yield from (most,) if most is not tried else (other for other in others if other.spec in usual)
+
+
+def with_fewest_mistakes(loaded: Any, compared: Sequence[tuple[Comparison, Tried]], seed: int) -> Comparison:
+    """The first of the comparisons that fewest mistakes explain; if none is explained, the one of whose layer most steps occur."""
+    number = {id(x): (unexplained(x), len(x.disagreements)) for x, _ in compared}
+    fewest = [(x, tried) for x, tried in compared if number[id(x)] == min(number.values())]
+    if len(fewest) > 1 and unexplained(fewest[0][0]):
+        return max(fewest, key=lambda x: _steps_in(loaded, x[1], seed))[0]
+    return fewest[0][0]
+
+
+def _steps_in(loaded: Any, tried: Tried, seed: int) -> int:
+    """How many steps of the layer occur in what the candidate makes in the first call; 0 if that cannot be recorded."""
+    prepared = prepare(loaded, tried.spec, tried.convention, seed)
+    with prepared.evaluating():
+        divergence = divergence_of(prepared, next(iter(prepared.draw_cases(seed, {"short"}))))
+    return 0 if divergence is None else divergence.occurring
