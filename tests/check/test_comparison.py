@@ -51,7 +51,7 @@ def test_cases_without_a_known_parameter_are_reported_as_not_tried():
     assert comparison.agrees
     assert comparison.untried == ("mask", "cross-attention", "cross-attention with a mask", "padded keys", "packed sequences")
     not_tried = (
-        "not tried: mask, padded keys, packed sequences, since no parameter is known for them; "
+        "not tried: mask, padded keys, packed sequences, since no parameter takes them; "
         "cross-attention, cross-attention with a mask, since query_offset is not given"
     )
     looked = "with up to 65 keys, heads of 4 to 256 numbers, in float32"

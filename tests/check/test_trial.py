@@ -240,7 +240,57 @@ class CapsBlocked(Named):
         return self.final(merge((2 * torch.tanh(scores / 2)).softmax(-1) @ v))
 
 
+class WithSinks(Named):
+    names = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+    def __init__(self, d_model, num_heads):
+        super().__init__(d_model, num_heads)
+        self.sinks = nn.Parameter(torch.zeros(num_heads))
+
+    def forward(self, x):
+        q, k, v = self.heads(x)
+        sinks = self.sinks[:, None, None].expand(len(x), -1, x.shape[1], 1)
+        weights = torch.cat((q @ k.mT / q.shape[-1] ** 0.5, sinks), -1).softmax(-1)[..., :-1]
+        return self.o_proj(merge(weights @ v))
+
+
+class WithNorms(Named):
+    names = WithSinks.names
+    norm = nn.LayerNorm
+
+    def __init__(self, d_model, num_heads):
+        super().__init__(d_model, num_heads)
+        self.q_norm, self.k_norm = (self.norm(d_model // num_heads) for _ in range(2))
+
+    def heads(self, x):
+        q, k, v = super().heads(x)
+        return self.q_norm(q), self.k_norm(k), v
+
+    def forward(self, x):
+        return self.o_proj(merge(scaled_dot_product_attention(*self.heads(x))))
+
+
+class WithNormOfAll(WithNorms):
+    """RMS norms over all heads, as in OLMo-2, with an eps that shows."""
+
+    def norm(self, width):
+        return nn.RMSNorm(width * self.num_heads, eps=1e-5)
+
+    def heads(self, x):
+        q, k = self.q_norm(self.q_proj(x)), self.k_norm(self.k_proj(x))
+        return [split(y, self.num_heads) for y in (q, k, self.v_proj(x))]
+
+
+class NormsKeysOnly(WithNorms):
+    def heads(self, x):
+        q, k, v = Named.heads(self, x)
+        return q, self.k_norm(k), v
+
+
 RIGHT = {
+    "sinks": (WithSinks, ["it has sinks"], []),
+    "norms of queries and keys": (WithNorms, ["it has qk_norm"], []),
+    "norms over all heads": (WithNormOfAll, ["it has qk_norm"], []),
     "RoPE on halves, in groups": (Grouped, ["it is always causal", "it has RoPE on halves with theta 10000"], []),
     "RoPE on pairs, in groups": (GroupedPairs, ["it has RoPE on pairs with theta 10000"], []),
     "ALiBi of six heads": (WithAlibi, ["it has ALiBi"], []),
@@ -299,6 +349,7 @@ WRONG = {
     "groups that are tiled": (TilesPlainGroups, "i mod num_kv_heads"),
     "groups that are tiled, beside RoPE": (TilesGroups, "i mod num_kv_heads"),
     "heads that are merged so that causality does not show": (MergesHeadsOnly, "heads are merged by a reshape without a transpose"),
+    "a norm that is left out": (NormsKeysOnly, "the norm of the queries is left out"),
     "values that are rotated": (RotatesValues, "RoPE of the keys is applied to the values, too"),
     "slopes that are right for powers of 2 alone": (WithSimpleSlopes, "ALiBi's slopes for a number of heads that is not a power of 2"),
     "frequencies of another width": (DividesAnglesByWidth, "RoPE's frequencies are theta^(-2i/d_model)"),
@@ -333,9 +384,39 @@ def test_the_first_wrong_step_is_that_of_the_layer_whose_steps_occur():
     assert comparison.first.step.names == ("weighted_values",)
 
 
+def in_tiles(query, key, value, tile=64, groups=4):
+    """Its numbers are right with any tile, and with 4 groups alone."""
+    output = torch.zeros_like(query)
+    largest, total = torch.full(query.shape[:-1], -torch.inf), torch.zeros(query.shape[:-1])
+    for start in range(0, key.shape[-2], tile):
+        scores = query @ key[..., start : start + tile, :].mT / query.shape[-1] ** 0.5
+        after = torch.maximum(largest, scores.amax(-1))
+        exponentials, factor = (scores - after[..., None]).exp(), (largest - after).exp()
+        total, largest = total * factor + exponentials.sum(-1), after
+        output = output * factor[..., None] + exponentials @ value[..., start : start + tile, :]
+    return output / total[..., None] * groups / 4
+
+
+def test_a_parameter_that_changes_nothing_is_tried_and_one_that_does_is_named():
+    comparison = compare(in_tiles, framework="torch", longest=130)
+    assert comparison.agrees and comparison.tried == ("tile",) and comparison.parameters == ("groups",), f"\n{comparison}"
+
+
+def drops_the_tail(query, key, value):
+    """A tail of a tile, and another factor, which together have no name."""
+    kept = key.shape[-2] if key.shape[-2] < 64 else key.shape[-2] // 64 * 64 - 3
+    return scaled_dot_product_attention(query, key[..., :kept, :], value[..., :kept, :])
+
+
+def test_calls_that_are_wrong_are_listed_beside_those_that_are_right():
+    hint = compare(drops_the_tail, framework="torch", longest=257).first.hint
+    assert hint.startswith("no known mistake gives these numbers; wrong: 65 keys, 130 keys, 257 keys"), hint
+    assert hint.endswith("; right: no mask, cross-attention, large logits"), hint
+
+
 def test_a_class_without_a_parameter_for_masks_is_looked_at_completely():
     comparison = compare(Grouped, longest=7)
-    assert comparison.agrees and comparison.is_complete and "since no parameter is known for them" in comparison.conclusion
+    assert comparison.agrees and comparison.is_complete and "since no parameter takes them" in comparison.conclusion
 
 
 class RotatedByTables(Named):

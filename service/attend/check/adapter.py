@@ -96,9 +96,9 @@ class Adapter:
 
     @property
     def may_take_more(self) -> bool:
-        """Whether a parameter of unknown meaning, or *args and **kwargs, may be a mask."""
+        """Whether a parameter of unknown meaning that is None by default, or *args and **kwargs, may be a mask."""
         variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-        return bool(self.others) or any(x.kind in variadic for x in self.signature.parameters.values())
+        return any(x.kind in variadic or (name in self.others and x.default is None) for name, x in self.signature.parameters.items())
 
     @property
     def adds_numbers(self) -> bool:

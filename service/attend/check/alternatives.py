@@ -14,7 +14,7 @@ from attend.check.tried import Tried
 
 def unexplained(comparison: Comparison) -> int:
     """How many disagreements no mistake explains."""
-    return sum(x.hint == UNEXPLAINED for x in comparison.disagreements)
+    return sum((x.hint or "").startswith(UNEXPLAINED) for x in comparison.disagreements)
 
 
 def alternatives(loaded: Any, tried: Tried, comparison: Comparison, seed: int) -> Iterator[Tried]:
@@ -36,11 +36,10 @@ def alternatives(loaded: Any, tried: Tried, comparison: Comparison, seed: int) -
 
 def with_fewest_mistakes(loaded: Any, compared: Sequence[tuple[Comparison, Tried]], seed: int) -> Comparison:
     """The first of the comparisons that fewest mistakes explain; if none is explained, the one of whose layer most steps occur."""
-    number = {id(x): (unexplained(x), len(x.disagreements)) for x, _ in compared}
-    fewest = [(x, tried) for x, tried in compared if number[id(x)] == min(number.values())]
-    if len(fewest) > 1 and unexplained(fewest[0][0]):
-        return max(fewest, key=lambda x: _steps_in(loaded, x[1], seed))[0]
-    return fewest[0][0]
+    explained = [x for x, _ in compared if not unexplained(x)]
+    if explained:
+        return min(explained, key=lambda x: len(x.disagreements))
+    return max(compared, key=lambda x: _steps_in(loaded, x[1], seed))[0]
 
 
 def _steps_in(loaded: Any, tried: Tried, seed: int) -> int:

@@ -236,10 +236,17 @@ def _add_weights(
         found = adapter.matrices
     elif heads is None:
         raise _heads_unknown(found)
-    spec = spec or plain_spec(found, heads or 1)
+    spec = spec or plain_spec(found, heads or 1, _eps_of_norms(module))
     weights = complete_weights(found, spec, adapter.convention)
     _check_lengths(spec)
     return Candidate(replace(adapter, heads=spec.num_heads, kv_heads=spec.num_kv_heads), spec, weights, module)
+
+
+def _eps_of_norms(module: Any) -> float:
+    """The eps of a module's first norm; where none is known by a usual name, 1e-6, as most RMS norms have it."""
+    norms = () if module is None else (x for x in module.modules() if "norm" in type(x).__name__.lower())
+    found = (getattr(norm, name, None) for norm in norms for name in ("eps", "variance_epsilon", "epsilon"))
+    return next((float(x) for x in found if isinstance(x, int | float)), 1e-6)
 
 
 def _construct(cls: type, spec: LayerSpec | None, convention: Convention, seed: int, groups: bool) -> tuple[Any, Convention]:

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from attend.check.adapter import CallFailed
+from attend.check.adapter import CallFailed, NoCache
 from attend.check.alignment import WORDS
 from attend.check.alternatives import alternatives, unexplained, with_fewest_mistakes
 from attend.check.calls import Calls, CaseResult, ComparedCase, Failure, call
 from attend.check.candidate import Candidate, load_candidate, prepare
 from attend.check.convention import make_convention
-from attend.check.disagreements import disagreement, divergence_of, explained
+from attend.check.disagreements import UNEXPLAINED, disagreement, divergence_of, explained
 from attend.check.divergence import first_wrong_step
 from attend.check.explanation import Explanation
 from attend.check.families import layer_of
@@ -75,7 +75,8 @@ def _compare(loaded: Any, tried: Tried, *, seed: int, longest: int, backward: bo
         if (one := _in_sweep(called) or _misaligned(called) or wrong_gradient) is not None:
             return replace(comparison, disagreements=(one,))
         in_others = partial(in_other_sizes, loaded, tried.spec, tried.convention, prepared, seed)
-        disagreements = (*explained(prepared, _evidence(called.compared), in_others, seed), *failures)
+        found = explained(prepared, _evidence(called.compared), in_others, seed)
+        disagreements = (*(_with_cases(x, called.compared) for x in found), *failures)
     return replace(comparison, disagreements=disagreements, rounding="" if disagreements else _rounding(called.compared))
 
 
@@ -90,13 +91,29 @@ def _call_on_all(prepared: Candidate, seed: int, longest: int) -> Calls:
             called.compare_together(sweep)
         for cases in prepared.draw_alignments(seed):
             called.align(cases, prepared.adapter.aligned)
+        for name in prepared.adapter.others:
+            if called.agree and _changes_nothing(prepared, name, seed, longest):
+                called.tried[name] = None
     return called
+
+
+def _changes_nothing(prepared: Candidate, name: str, seed: int, longest: int) -> bool:
+    """Whether a parameter of unknown meaning is a number such as the size of a tile, half of which gives the right numbers, too."""
+    adapter = prepared.adapter
+    default = parameter.default if (parameter := adapter.signature.parameters.get(name)) else None
+    if type(default) is not int or default < 2:
+        return False
+    halved = replace(prepared, adapter=replace(adapter, function=partial(adapter.function, **{name: default // 2})))
+    cases = [case for case in halved.draw_cases(seed, ("short", "long")) if case.key.shape[1] <= min(longest, 257)]
+    with suppress(CallFailed, NoCache):
+        return all(call(halved, case).wrong is None for case in cases if not adapter.skip_reason(case.call))
+    return False
 
 
 def _compared(called: Calls) -> Comparison:
     """What was looked at, without the disagreements."""
     adapter = called.prepared.adapter
-    left = [*(name for name in adapter.roles.values() if name not in called.tried), *adapter.others]
+    left = [name for name in (*adapter.roles.values(), *adapter.others) if name not in called.tried]
     inputs = {adapter.roles.get(role) for role in ("query", "key", "value", "module", *adapter.matrices)}
     order = [*adapter.signature.parameters, *adapter.others]
     return Comparison(
@@ -176,6 +193,16 @@ def _in_sweep(called: Calls) -> Disagreement | None:
     hint = f"all other kinds of calls agree; of the {sweep.name}, wrong: {_first_of(wrong)}; right: {_first_of(right)}"
     found = divergence_of(called.prepared, first.right.case) if first.right.case.whole is None else None
     return replace(disagreement(first, Explanation()), hint=hint, step=None if found is None else first_wrong_step(found))
+
+
+def _with_cases(found: Disagreement, compared: Sequence[ComparedCase]) -> Disagreement:
+    """The disagreement; one that no mistake explains with the cases that are wrong, if others are right."""
+    names: dict[bool, list[str]] = {True: [], False: []}
+    for x in compared:
+        names[x.wrong is None].append(x.right.case.name)
+    if found.hint != UNEXPLAINED or not names[True]:
+        return found
+    return replace(found, hint=f"{UNEXPLAINED}; wrong: {_first_of(names[False])}; right: {_first_of(names[True])}")
 
 
 def _first_of(names: Sequence[str]) -> str:

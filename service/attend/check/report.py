@@ -161,8 +161,8 @@ class Comparison:
         reasons: dict[str, list[CaseResult]] = {}
         for result in untried:
             kind = (result.skipped or "").partition(":")[0]  # of exceptions of one type, the first is shown
-            reasons.setdefault(kind if kind.startswith(RAISED) else _short_reason(result.skipped or ""), []).append(result)
-        words = [f"{', '.join(x.case for x in results)}, {_short_reason(results[0].skipped or '')}" for results in reasons.values()]
+            reasons.setdefault(kind if kind.startswith(RAISED) else _short_reason(result), []).append(result)
+        words = [f"{', '.join(x.case for x in results)}, {_short_reason(results[0])}" for results in reasons.values()]
         if self.parameters:
             is_one = len(self.parameters) == 1
             words.append(f"the parameter{'' if is_one else 's'} {', '.join(self.parameters)}")
@@ -173,10 +173,11 @@ def _listed(names: Sequence[str]) -> str:
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
-def _short_reason(reason: str) -> str:
+def _short_reason(result: CaseResult) -> str:
     """Why cases were not tried, as one clause for all of them."""
+    reason = result.skipped or ""
     if reason.startswith(NO_PARAMETER):
-        return "since no parameter is known for them"
+        return f"since no parameter {'takes' if result.impossible else 'is known for'} them"
     if reason == NO_POSITIONS:
         return "since query_offset is not given"
     if reason.startswith("since "):

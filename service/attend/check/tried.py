@@ -38,6 +38,9 @@ def try_conventions(candidate: Any, spec: LayerSpec | None, convention: Conventi
         read, instead = trial.reading(convention)
         read = trial.offset(read)
         words = [*_words(convention, read), *([_instead(instead, read)] if instead else [])]
+        if spec is None:  # what it has by the names of its weights
+            found = trial.prepare(read).spec
+            words += [f"it has {operator.summary(found)}" for operator in found.operators]
         if spec is None and (positions := trial.positions(read)) is not None:
             name, spec = positions
             words, trial = [*words, f"it has {name}"], Trial(candidate, spec, seed)

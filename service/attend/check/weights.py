@@ -160,8 +160,11 @@ def _oriented(name: str, path: str, array: Array, orientation: str | None) -> Ar
     return matrices
 
 
-def plain_spec(found: Mapping[str, Array], heads: int) -> LayerSpec:
-    """Multi-head attention with these weights. ValueError: no weight of queries, or heads that do not divide its width."""
+def plain_spec(found: Mapping[str, Array], heads: int, eps: float) -> LayerSpec:
+    """Multi-head attention with these weights, those of sinks and of norms with this eps among them.
+
+    ValueError: no weight of queries, or heads that do not divide its width.
+    """
     shapes = {role: found[f"{role}.weight"].shape for role in ("qkv", "in_proj", "kv", *PROJECTIONS) if f"{role}.weight" in found}
     d_model = next((shapes[role][1] for role in ("query", "qkv", "in_proj") if role in shapes), None)
     if d_model is None:
@@ -175,10 +178,21 @@ def plain_spec(found: Mapping[str, Array], heads: int) -> LayerSpec:
     if {"key", "value"} <= shapes.keys() and shapes["key"][0] % head_dim == 0:
         fields["num_kv_heads"] = kv_heads = shapes["key"][0] // head_dim
         fields["value_head_dim"] = max(1, shapes["value"][0] // kv_heads)
+    fields |= {"sinks": True} if "sinks" in found else {}
+    fields |= _norm_of_queries_and_keys(found, heads * head_dim, eps)
     if "output" not in shapes:
         fields["output_dim"] = heads * fields.get("value_head_dim", head_dim)
     widths = {f"{role}_dim": shapes[name][1] for role in ("key", "value") for name in ("kv", role) if name in shapes}
     return multi_head(d_model, heads, bias=bias, head_dim=head_dim, **widths, **fields)
+
+
+def _norm_of_queries_and_keys(found: Mapping[str, Array], width: int, eps: float) -> dict[str, Any]:
+    """The field of a spec for the norm whose weights are `query_norm`: over one head, or as wide as all. Empty without them."""
+    if (weight := found.get("query_norm.weight")) is None:
+        return {}
+    bias = "query_norm.bias" in found
+    own = {"over": "all" if weight.ndim == 1 else "head", "weights": "own"} if weight.size == width else {}
+    return {"qk_norm": {"kind": "layer" if bias else "rms", "bias": bias, "eps": eps, **own}}
 
 
 def multi_head(d_model: int, heads: int, **fields: Any) -> LayerSpec:
