@@ -31,7 +31,7 @@ from attend.web.connections import OPTIONS_KEY, Connection
 
 log = structlog.get_logger("attend")
 POLL = 0.1  # seconds
-FIRST_REQUEST = 0.5  # seconds for connections to send their first request once the port is closed
+FIRST_REQUEST = 1.0  # seconds for connections to send their first request once the port is closed
 LEAVE_SECONDS = 2.0  # after the time in which calls are answered: for the rest of the shutdown
 SWITCH_SECONDS = 0.0005  # until a thread that decodes a large body releases the GIL; Python's 5 ms would delay small calls
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # of glibc's malloc.h
@@ -77,11 +77,12 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         exit_within((self.config.timeout_graceful_shutdown or 0) + LEAVE_SECONDS, lambda: self.exit_status)
-        waiting = [connection for listening in sockets or () for connection in _accept_waiting(listening)]
+        still_open = [listening.dup() for listening in sockets or ()]
         for server in self.servers:
             server.close()
         for listening in sockets or ():
             listening.close()
+        waiting = [connection for listening in still_open for connection in _accept_waiting(listening)]
         loop = asyncio.get_running_loop()
         deadline = loop.time() + FIRST_REQUEST
         joining = {loop.create_task(self._serve_accepted(connection)) for connection in waiting}
@@ -106,8 +107,9 @@ class Server(uvicorn.Server):
 
 
 def _accept_waiting(listening: socket.socket) -> Iterator[socket.socket]:
+    """The connections of the backlog. The socket is closed as soon as there is none: one that comes in between would be reset."""
     listening.setblocking(False)
-    with suppress(OSError):  # the backlog is empty, or there are no file descriptors left
+    with listening, suppress(OSError):  # the backlog is empty, or there are no file descriptors left
         while True:
             yield listening.accept()[0]
 
