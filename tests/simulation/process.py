@@ -43,6 +43,18 @@ class Listening:
         self.closed = False
         self.backlog: list[Peer] = []  # connections that nobody has accepted
 
+    def dup(self) -> "Listening":
+        """Another descriptor of the socket, which has the same backlog."""
+        other = Listening()
+        other.backlog = self.backlog
+        return other
+
+    def __enter__(self) -> "Listening":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def setblocking(self, blocking: bool) -> None:
         pass
 
