@@ -231,6 +231,15 @@ class BlocksBesideReshape(Named):
         return self.final(merge(scaled_dot_product_attention(*self.heads(x), None if mask is None else ~mask)))
 
 
+class RaisesBlocked(Named):
+    """A key that is blocked gets 10000 more, and not less."""
+
+    def forward(self, x, attention_mask=None):
+        q, k, v = self.heads(x)
+        bias = None if attention_mask is None else (1 - attention_mask[:, None, None].to(x.dtype)) * 10000
+        return self.final(merge(scaled_dot_product_attention(q, k, v, bias)))
+
+
 class CapsBlocked(Named):
     """Causal, with a softcap that comes after the mask."""
 
@@ -354,6 +363,7 @@ WRONG = {
     "slopes that are right for powers of 2 alone": (WithSimpleSlopes, "ALiBi's slopes for a number of heads that is not a power of 2"),
     "frequencies of another width": (DividesAnglesByWidth, "RoPE's frequencies are theta^(-2i/d_model)"),
     "a mask whose meaning a mistake hides": (BlocksBesideReshape, "when heads are split by a reshape without a transpose"),
+    "a number that is added to blocked scores": (RaisesBlocked, "a large number is added to blocked scores, and not subtracted"),
     "layers that are exchanged": (Exchanged, "the matrices of query, key, value are taken to be those of key, query, value"),
     "a factor beside a residual and a norm": (DoublesScores, "the scores are multiplied by 2"),
     "a mask whose name says its meaning": (InvertsMask, "the mask is inverted"),

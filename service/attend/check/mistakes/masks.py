@@ -143,6 +143,7 @@ def _wider(window: Window | None, by: int) -> Window | None:
     return window and window.model_copy(update={"left": None if window.left is None else max(window.left + by, 0)})
 
 
+RAISED = 300.0  # gives a key all the weight, as any larger number does, and loses few digits of the scores
 TILES = (16, 32, 64, 128)  # usual numbers of keys that a kernel reads at once
 MISTAKES: dict[str, dict[str, Mistake]] = {
     "mask": computing(
@@ -268,7 +269,11 @@ MISTAKES: dict[str, dict[str, Mistake]] = {
         | {
             "blocked scores are +inf and not -inf, as where the mask's numbers are subtracted and not added": (
                 "softmax(where(blocked, inf, S)) V",
-                change_softmax(lambda c, softmax, scores, sinks: softmax(np.where(scores <= -LARGE[0], -scores, scores), sinks)),
+                change_softmax(lambda c, softmax, scores, sinks: softmax(np.where(scores <= -min(LARGE), -scores, scores), sinks)),
+            ),
+            "a large number is added to blocked scores, and not subtracted": (
+                "softmax(S + M) V, M_ij = 10000 where blocked",
+                add_mask(lambda visible: np.where(visible, 0.0, RAISED)),
             ),
             "blocked scores are set to about 0 and not to -inf": ("softmax(where(blocked, 0, S)) V", _fill_blocked(0.0)),
             "the weights of blocked keys are set to 0 after the softmax, so that rows no longer sum to 1": (
