@@ -117,16 +117,21 @@ class RotatedCache(nn.Module):
         self.o_proj = nn.Linear(num_heads * head_dim, d_model, bias=False)
 
     def rotate(self, x, role, past):
-        start = 0 if past is None else past[0].shape[getattr(self, f"{role}_axis")]
+        return self.rotated(x, 0 if past is None else past[0].shape[getattr(self, f"{role}_axis")])
+
+    def rotated(self, x, start):
         frequencies = 10000.0 ** (-torch.arange(0, self.head_dim, 2) / self.head_dim)
         angles = ((start + torch.arange(x.shape[1]))[:, None] * frequencies)[:, None]
         a, b = x.chunk(2, dim=-1)
         return torch.cat((a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()), dim=-1)
 
+    def cached(self, past):
+        return past
+
     def forward(self, x, past=None):
         q, k, v = (layer(x).unflatten(2, (-1, self.head_dim)) for layer in (self.q_proj, self.k_proj, self.v_proj))
         q, k = self.rotate(q, "query", past), self.rotate(k, "key", past)
-        k, v = (k, v) if past is None else (torch.cat(pair, dim=1) for pair in zip(past, (k, v), strict=True))
+        k, v = (k, v) if past is None else (torch.cat(pair, dim=1) for pair in zip(self.cached(past), (k, v), strict=True))
         keys, values = (rows.transpose(1, 2).repeat_interleave(q.shape[2] // rows.shape[2], dim=1) for rows in (k, v))
         visible = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(k.shape[1] - q.shape[1])
         output, _ = scaled_dot_product(q.transpose(1, 2), keys, values, visible)
@@ -143,6 +148,17 @@ def test_positions_of_rope_that_begin_at_another_axis_of_the_cache_are_named():
         "in a call with a cache, the number of key heads is taken for the length of the cache in RoPE's positions of queries",
     )
     assert not explanation.equals
+
+
+def test_cached_keys_that_are_rotated_in_each_call_are_named():
+    class Wrong(RotatedCache):
+        def cached(self, past):
+            keys, values = past
+            return self.rotated(keys, 0), values
+
+    spec = LayerSpec(d_model=26, num_heads=6, num_kv_heads=3, head_dim=10, bias=False, rope={})
+    explanation = compare(Wrong, spec=spec, causal=True, longest=7).first.explanation
+    assert (explanation.mistakes, explanation.equals) == (("RoPE rotates the cached keys again in each call",), ())
 
 
 class InPlace(Cached):

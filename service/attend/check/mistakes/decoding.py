@@ -181,6 +181,25 @@ def restart_positions(names: tuple[str, ...], length: Callable[[Computation], in
     return only_if(lambda c: c.case.chunks and c.spec.rope, change)
 
 
+def rotate_again(times: Callable[[Array], Array]) -> Change:
+    """RoPE rotates cached keys, which are rotated already: so many times, as a function of how many calls ago they were cached."""
+
+    def change(c: Computation) -> Computation:
+        call = np.repeat(np.arange(len(c.case.chunks)), c.case.chunks)
+        more = times(np.maximum(call[:, None] - call, 0))
+
+        def raw_scores(layer: Layer, q: Array, k: Array) -> Array:
+            scores = c.layer.raw_scores(layer, q, k)
+            for n in range(1, more.max() + 1):
+                k = layer.rotate(k, "key", layer.values["key_coordinates"])
+                scores = np.where(more == n, c.layer.raw_scores(layer, q, k), scores)
+            return scores
+
+        return replace_steps(raw_scores=raw_scores)(c)
+
+    return only_if(lambda c: c.case.chunks and c.spec.rope, change)
+
+
 def keep_rolled_back(c: Computation) -> Computation:
     """Rows that were rolled back stay among the keys, before those that took their place. Impossible if positions matter."""
     rows = c.case.rolled_back
@@ -290,6 +309,11 @@ MISTAKES: dict[str, dict[str, Mistake]] = {
     "cached positions": computing(
         "R(i) q_i · R(j) k_j, i and j from the beginning of the cache",
         {
+            "RoPE rotates the cached keys again in each call": (
+                "R(i) q_i · R(j) … R(j) k_j, once for each call",
+                rotate_again(lambda calls: calls),
+            ),
+            "RoPE rotates the cached keys once more": ("R(i) q_i · R(j) R(j) k_j", rotate_again(lambda calls: np.minimum(calls, 1))),
             "RoPE counts positions from 0 in each call, and not from the length of the cache": (
                 "R(i) q_i · R(j) k_j, i and j from the beginning of the call",
                 restart_positions(("query", "key")),
