@@ -25,3 +25,20 @@ def test_keys_that_float32_does_not_tell_apart_are_selected_by_float64(client: C
     expected = attend(SPEC, draw_weights(SPEC), **request).indexer_mask
     np.testing.assert_array_equal(selected, expected)
     assert (selected.sum(-1) == 11).all()
+
+
+def test_the_mask_of_an_indexer_is_without_the_selection_of_blocks(client: Client) -> None:
+    """Blocks are selected among the keys that it leaves, in a later step."""
+    spec = LayerSpec(
+        d_model=15,
+        num_heads=3,
+        dtype="float64",
+        seed=5,
+        indexer={"num_heads": 2, "head_dim": 7, "top_k": 3},
+        block_selection={"block_size": 2, "top_k": 1},
+    )
+    request = {"query": np.random.default_rng(3).standard_normal((7, 15)), "outputs": ["attention_weights", "indexer_mask"]}
+    client.put_layer(LAYER, spec)
+    got = client.attend(**request, layer=LAYER)
+    np.testing.assert_array_equal(got.indexer_mask, attend(spec, draw_weights(spec), query=request["query"]).indexer_mask)
+    assert (got.indexer_mask.sum(-1) == 3).all() and ((got.attention_weights > 0).sum(-1) <= 2).all()

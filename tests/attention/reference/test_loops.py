@@ -70,10 +70,10 @@ def assert_agrees(spec, weights, request):
             mine = [factor * own for own in heads_of(spec, weights, "query", query[item, i], at)]
             assert_same(got.query_projection[item, :, i], mine)
             chosen = [visible_keys(spec, weights, request, (item, n, i), offset, query[item, i], key[item]) for n in range(h)]
+            assert spec.indexer is None or got.indexer_mask[item, i].tolist() == [j in chosen[0] for j in range(k)]
             for select in oracle_steps(spec, "selected"):
                 of_heads = [list(keys[n // group]) for n in range(h)]
                 chosen = [chosen[n] & select(spec, i + offset, mine[n], of_heads[n]) for n in range(h)]
-            assert spec.indexer is None or got.indexer_mask[item, i].tolist() == [j in chosen[0] for j in range(k)]
             attention_weights, log_sums = np.zeros((h, k)), [0.0] * h
             for part, factor in reversed([*enumerate(softmax_factors(spec, weights))]):
                 scores, own = np.zeros((h, k)), [halves(spec, x)[part] for x in mine]

@@ -170,7 +170,7 @@ def named_outputs(spec: LayerSpec, values: Values) -> Outputs:
         scores=scores if scores.ndim == 4 else np.moveaxis(scores, 0, 1).reshape(b, -1, q, k),
         log_sum_exp=totals if totals.ndim == 3 else np.moveaxis(totals, 0, 1).reshape(b, -1, q),
         normalised=normalised[:, None] if normalised.ndim == 4 else np.moveaxis(normalised, 0, 1),
-        indexer_mask=1.0 * np.any(visible, axis=1),
+        indexer_mask=1.0 * np.broadcast_to(values["indexer_mask"] if "indexer_mask" in values else np.any(visible, axis=1), (b, q, k)),
         latent=values.get("latent", keys[:, 0, :, :0]),
         rope_key=values.get("rope_key", keys[:, 0, :, :0]),
         fully_masked=values["fully_masked"],
