@@ -62,8 +62,8 @@ def measure_floor(size: Size, form: str, paths: list[str], seconds: float) -> fl
     import torch
 
     from attend.errors import AttendError
-    from attend.serving.binding import ATTEND
     from attend.serving.executor import compute_alone
+    from attend.serving.request_type import ATTEND
     from attend.serving.requests import Request
     from attend.serving.service import open_service
     from attend.spec import LayerSpec
@@ -77,11 +77,11 @@ def measure_floor(size: Size, form: str, paths: list[str], seconds: float) -> fl
 
     def answer(body: bytes) -> None:
         request = Request(body, codec=codec, reply_codec=codec)
-        decoded, bound = service.engine.decode_and_bind(request, ATTEND)
-        outcome = compute_alone(bound, 0.0, service.clock)
+        decoded, prepared = service.engine.decode_and_prepare(request, ATTEND)
+        outcome = compute_alone(prepared, 0.0, service.clock)
         if isinstance(outcome, AttendError):
             raise outcome
-        codec.encode(ATTEND.build_reply(bound, outcome.result), bound.body.reply, decoded.reply_format)
+        codec.encode(ATTEND.build_reply(prepared, outcome.result), prepared.body.reply, decoded.reply_format)
 
     bodies = [Path(path).read_bytes() for path in paths]
     for body in bodies:

@@ -1,7 +1,7 @@
 """The tensors of a request and of a reply, each declared once.
 
 By TENSOR_FIELDS requests are checked (`wire/shapes.py`), compared with their layer (`serving/layer_checks.py`), cut into parts
-(`serving/binding.py`), bound to sessions (`serving/sessions/`), turned into calls (`serving/calls.py`, `attention/call.py`),
+(`serving/request_type.py`), prepared for sessions (`serving/sessions/`), turned into calls (`serving/calls.py`, `attention/call.py`),
 described in the OpenAPI document and under /v2, and given a batch axis in the reference.
 
 The outputs of a layer are the values of its program (`outputs_of` in `attention/program.py`), and the gradients that are declared here.

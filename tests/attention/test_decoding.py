@@ -86,8 +86,8 @@ def test_steps_equal_one_causal_call(dtype: str, tolerance: float, seed: int) ->
     while start < count:
         stop = min(count, start + int(rng.choice([1, 1, 2, 5])))
         outputs = ["output", "attention_weights"] if rng.random() < 0.3 else ["output"]
-        bound = sequence.bind({"query": query[start:stop], "causal": True, "outputs": outputs})
-        tensors = bound.operation.run(sequence.layer.attention, bound.call).tensors
+        prepared = sequence.prepare({"query": query[start:stop], "causal": True, "outputs": outputs})
+        tensors = prepared.operation.run(sequence.layer.attention, prepared.call).tensors
         for name, got in tensors.items():
             expected = whole[name][..., start:stop, : got.shape[-1]]
             assert (got - expected).abs().max() <= tolerance * whole[name].abs().max(), (name, case.spec)
@@ -106,8 +106,8 @@ def test_steps_of_several_caches_in_one_batch_agree_with_the_reference(seed: int
     features = ("mask", "key_mask", "valid_lens", "bias", "causal", "window", "head_scale", "scale", "softcap")
     steps = [sequence.draw(rng, queries, keys, *(name for name in features if rng.random() < 0.2)) for sequence in sequences]
     starts = [sequence.length for sequence in sequences]
-    bound = [sequence.bind(members) for sequence, members in zip(sequences, steps, strict=True)]
-    results = forward_cached(first.layer.attention, [(each.operation, each.call) for each in bound])
+    prepared = [sequence.prepare(members) for sequence, members in zip(sequences, steps, strict=True)]
+    results = forward_cached(first.layer.attention, [(each.operation, each.call) for each in prepared])
     for sequence, members, start, result in zip(sequences, steps, starts, results, strict=True):
         sequence.keep(members)
         sequence.check(result, members, start)
@@ -130,8 +130,8 @@ def test_rows_that_overflow_agree_with_the_reference(head_dim: int) -> None:
     sequence = sequence_of(dtype="float32", projections=False, head_dim=head_dim)
     for factor in (1e30, 1.0, -1e30, 1.0):
         row = {name: rows * np.float32(factor) for name, rows in sequence.draw(RNG, 1, 1).items()}
-        bound = sequence.bind({**row, "outputs": ["output"]})
-        step = bound.operation.run(sequence.layer.attention, bound.call).tensors["output"]
+        prepared = sequence.prepare({**row, "outputs": ["output"]})
+        step = prepared.operation.run(sequence.layer.attention, prepared.call).tensors["output"]
         sequence.keep(row)
         keys = sequence.rows["key"].astype("f4")
         request = {"layer": "layer", "query": row["query"], "key": keys, "query_offset": sequence.length - 1}
@@ -163,10 +163,10 @@ def test_keys_of_latent_layers_and_latents_of_normed_layers_are_refused() -> Non
     latent = sequence_of(latent={"key_value_rank": 5, "rope_key_dim": 1})
     members = latent.draw(RNG, 1, 1)
     with pytest.raises(InvalidRequest, match="no value, since sessions of this layer"):
-        latent.bind({**members, "key": members["query"], "value": members["query"]})
+        latent.prepare({**members, "key": members["query"], "value": members["query"]})
     normed = sequence_of(latent={"key_value_rank": 5, "rope_key_dim": 1}, qk_norm={"kind": "rms"})
     with pytest.raises(InvalidRequest, match="no latent, since sessions of this layer"):
-        normed.bind({**members, "outputs": ["latent"]})
+        normed.prepare({**members, "outputs": ["latent"]})
 
 
 def test_a_window_frees_pages_and_bounds_what_is_possible() -> None:
@@ -185,9 +185,9 @@ def test_a_window_frees_pages_and_bounds_what_is_possible() -> None:
     for offset in (0, 1 - 2**31, [freed + 2], "end"):
         lengths = {"valid_lens": np.array([2])} if offset == "end" else {}
         with pytest.raises(SessionConflict, match="/query_offset"):
-            sequence.bind({"query": query[None], "query_offset": offset, **lengths})
+            sequence.prepare({"query": query[None], "query_offset": offset, **lengths})
     with pytest.raises(SessionConflict, match="would average rows that the layer's window has freed"):
-        sequence.bind({"query": query, "valid_lens": np.array(0), "fully_masked": "uniform"})
+        sequence.prepare({"query": query, "valid_lens": np.array(0), "fully_masked": "uniform"})
     sequence.step({"query": query, "valid_lens": np.array(0)})
     sequence.truncate(freed + 3)
     sequence.step({"query": query})
@@ -304,4 +304,4 @@ def test_a_step_beyond_the_limits_is_refused_also_where_calls_are_cut_into_parts
     sequence = Sequence(Case(spec, {}, {name: np.ones(shape) for name, shape in spec.weight_shapes().items()}))
     limited = Admission(ServingLimits(max_pairs=3 * 5 * 5 - 1), shards=3)
     with pytest.raises(TooLarge, match="max_pairs"):
-        STEP.bind_to_session(sequence.session, Decoded({"query": np.ones((5, 6)), "causal": True}), limited)
+        STEP.prepare_for_session(sequence.session, Decoded({"query": np.ones((5, 6)), "causal": True}), limited)

@@ -61,8 +61,8 @@ def threads() -> Iterator[Callable[[int], None]]:
 FLOW = Flow("", 0)
 
 
-def bound(layer: LoadedLayer, **fields: Any) -> tuple[Call, Cost]:
-    """The request as it comes out of decoding and binding, and its predicted cost."""
+def call_and_cost(layer: LoadedLayer, **fields: Any) -> tuple[Call, Cost]:
+    """The request as it comes out of decoding and preparing, and its predicted cost."""
     request = validate(AttendRequest, {"layer": layer.name, **fields})
     check_against_layer(request, layer.spec)
     return make_call(request, layer.spec), predict(request, layer.spec)
@@ -70,7 +70,7 @@ def bound(layer: LoadedLayer, **fields: Any) -> tuple[Call, Cost]:
 
 def entry(kind: int = 2, layer: LoadedLayer = LAYER, operations: int = 1, memory: int = 1, **knobs: Any) -> Job:
     """A waiting call; those of the same `kind`, which is its number of rows, can be stacked."""
-    call, cost = bound(layer, query=np.ones((1, kind, layer.spec.d_model)))
+    call, cost = call_and_cost(layer, query=np.ones((1, kind, layer.spec.d_model)))
     cost = replace(cost, operations=operations, memory_bytes=memory)
     return entry_of(layer, call, cost, **knobs)
 
@@ -80,9 +80,9 @@ def entry_of(layer: LoadedLayer, call: Call, cost: Cost, arrived: float = 0.0, *
     return Job(Prepared(layer, call, cost, batch_key=batch_key(layer, call)), Request(**knobs), arrived, FLOW)
 
 
-def job_of(bound: Prepared, key: Any = None) -> Job:
+def job_of(prepared: Prepared, key: Any = None) -> Job:
     """The job of a prepared step."""
-    return Job(bound._replace(batch_key=key), Request(), 0.0, FLOW)
+    return Job(prepared._replace(batch_key=key), Request(), 0.0, FLOW)
 
 
 def remove_batch(waiting: deque[Job], limits: BatchLimits, now: float) -> tuple[list[Job], list[Job], list[Job]]:
@@ -356,7 +356,7 @@ UNLIKE_REQUESTS: dict[str, dict[str, Any]] = {
 
 def key_with(**fields: Any) -> Any:
     """The batch key of a call with these fields."""
-    return batch_key(LAYER, bound(LAYER, **{**base(), **fields})[0])
+    return batch_key(LAYER, call_and_cost(LAYER, **{**base(), **fields})[0])
 
 
 def test_calls_that_cannot_be_stacked_have_different_batch_keys() -> None:
@@ -370,8 +370,8 @@ def test_calls_that_cannot_be_stacked_have_different_batch_keys() -> None:
 
 
 def test_calls_to_another_layer_with_equal_name_and_weights_are_not_stacked() -> None:
-    """Calls bound to a layer that was replaced are computed by that layer."""
-    call, _ = bound(LAYER, **base())
+    """Calls prepared for a layer that was replaced are computed by that layer."""
+    call, _ = call_and_cost(LAYER, **base())
     again = REGISTRY.make("layer", LAYER.spec)
     assert batch_key(LAYER, call) != batch_key(again, call)
 
@@ -412,9 +412,9 @@ def test_calls_that_differ_in_numbers_and_batch_size_have_equal_batch_keys(one: 
 )
 def test_dropout_reproducible_and_large_score_calls_have_no_batch_key(fields: dict[str, Any]) -> None:
     """The dropout's stream has the shape of the call alone, `reproducible` must be bit for bit equal, and large scores amplify rounding."""
-    call, cost = bound(LAYER, **{**base(), **fields})
+    call, cost = call_and_cost(LAYER, **{**base(), **fields})
     twins = [entry_of(LAYER, call, cost) for _ in range(2)]
-    call, cost = bound(LAYER, **base())
+    call, cost = call_and_cost(LAYER, **base())
     plain = entry_of(LAYER, call, cost)
 
     for first, second in (twins, (twins[0], plain), (plain, twins[0])):
@@ -428,7 +428,7 @@ def test_dropout_reproducible_and_large_score_calls_have_no_batch_key(fields: di
 
 def test_stacking_one_call_copies_nothing() -> None:
     """Nor does splitting its result."""
-    call, _ = bound(LAYER, **base())
+    call, _ = call_and_cost(LAYER, **base())
     result = LAYER.attention.forward(call)
     assert stack([call]) is call
     assert result.split([1])[0] is result
@@ -436,7 +436,7 @@ def test_stacking_one_call_copies_nothing() -> None:
 
 def test_splitting_a_result_gives_views() -> None:
     """In the order of the calls."""
-    result = LAYER.attention.forward(bound(LAYER, query=numbers(6, Q, 6))[0])
+    result = LAYER.attention.forward(call_and_cost(LAYER, query=numbers(6, Q, 6))[0])
     parts = result.split([2, 1, 3])
     for name, whole in result.tensors.items():
         assert [part.tensors[name].shape[0] for part in parts] == [2, 1, 3]
@@ -447,7 +447,7 @@ def test_splitting_a_result_gives_views() -> None:
 def test_masks_that_are_equal_in_all_calls_are_stacked_once() -> None:
     """Different ones are repeated for each item. Self-attention remains self-attention."""
     mask, other = np.tril(np.ones((Q, K))), np.ones((Q, K))
-    calls = [bound(LAYER, query=numbers(b, Q, 6), attend_mask=mask)[0] for b in (1, 3)]
+    calls = [call_and_cost(LAYER, query=numbers(b, Q, 6), attend_mask=mask)[0] for b in (1, 3)]
     stacked = stack(calls)
     assert stacked.query.shape[0] == 4
     assert stacked.key is stacked.query
@@ -455,7 +455,7 @@ def test_masks_that_are_equal_in_all_calls_are_stacked_once() -> None:
     assert stacked.masks.attend_mask is not None
     assert stacked.masks.attend_mask.shape[0] == 1
 
-    differing = stack([*calls, bound(LAYER, query=numbers(2, Q, 6), attend_mask=other)[0]])
+    differing = stack([*calls, call_and_cost(LAYER, query=numbers(2, Q, 6), attend_mask=other)[0]])
     assert differing.masks.attend_mask is not None
     assert differing.masks.attend_mask[:, 0].sum((1, 2)).tolist() == [10] * 4 + [16] * 2
 
@@ -469,7 +469,7 @@ def test_stacked_calls_keep_their_own_replaced_heads() -> None:
         {"pattern": numbers(3, 1, Q, K), "pattern_rows": [0, 1, 0], "head_outputs": numbers(3, H, Q, 2), "head_output_rows": rows[:, :, 0]},
     ]
     requests = [{"query": numbers(b, Q, 6), **fields} for b, fields in zip((1, 3), replaced, strict=True)]
-    calls = [bound(LAYER, **fields)[0] for fields in requests]
+    calls = [call_and_cost(LAYER, **fields)[0] for fields in requests]
     key, other = (batch_key(LAYER, call) for call in calls)
     assert key == other is not None
     for result, fields in zip(FORWARD.run_batch(LAYER.attention, [(FORWARD, call) for call in calls]), requests, strict=True):
@@ -561,7 +561,7 @@ def stackable_requests(seed: int, count: int, init: str | None = None, dtype: st
     case = random_case(rng, features=[f for f in FEATURES if f != "dropout"], batched=True, init=init, dtype=dtype)  # type: ignore[arg-type]
     layer = REGISTRY.make("case", case.spec, case.weights)
     more = random_outputs(rng, layer, case.request["query"].shape[1])
-    calls = [bound(layer, **similar_request(case, rng), **more)[0] for _ in range(count)]
+    calls = [call_and_cost(layer, **similar_request(case, rng), **more)[0] for _ in range(count)]
     return layer, calls
 
 
@@ -640,7 +640,7 @@ def test_rule_7_holds_for_large_scores(what: dict[str, Any], dtype: str, threads
     layer, rng = REGISTRY.make("wide", spec), np.random.default_rng(0)
     fields = {"outputs": ["output", "attention_weights", "scores"], "scale": what.get("scale")}
     for _ in range(3):
-        calls = [bound(layer, query=what.get("size", 1.0) * rng.standard_normal((b, 9, 64)), **fields)[0] for b in (1, 2, 1, 3)]
+        calls = [call_and_cost(layer, query=what.get("size", 1.0) * rng.standard_normal((b, 9, 64)), **fields)[0] for b in (1, 2, 1, 3)]
         assert_rule_7(layer, calls, "")
 
 
@@ -659,7 +659,7 @@ def test_rule_7_holds_for_large_scores(what: dict[str, Any], dtype: str, threads
 def test_calls_with_large_scores_are_not_stacked(fields: dict[str, Any], dtype: str, stacked: bool) -> None:
     """Softmax amplifies the rounding of scores in the hundreds beyond the tolerance of rule 7 on some processors."""
     layer = REGISTRY.make("layer", LayerSpec.model_validate({**LAYER.spec.model_dump(), "dtype": dtype}))
-    calls = [bound(layer, **{"query": numbers(1, Q, 6), "key": numbers(1, K, 6), **fields})[0] for _ in range(2)]
+    calls = [call_and_cost(layer, **{"query": numbers(1, Q, 6), "key": numbers(1, K, 6), **fields})[0] for _ in range(2)]
     one, other = (batch_key(layer, call) for call in calls)
     assert one == other
     assert (one is not None) is stacked
@@ -671,7 +671,7 @@ def test_overflow_in_a_blocked_key_does_not_affect_other_calls_of_the_batch() ->
     huge = query.copy()
     huge[0, -1] = 3e38
     calls = [
-        bound(LAYER, query=x, valid_lens=[3], select={"queries": [0, 1, 2]}, outputs=["attention_weights", "output"])[0]
+        call_and_cost(LAYER, query=x, valid_lens=[3], select={"queries": [0, 1, 2]}, outputs=["attention_weights", "output"])[0]
         for x in (query, huge)
     ]
     assert batch_key(LAYER, calls[1]) is None  # calls with scores of that size are not stacked, although they could be
@@ -686,7 +686,9 @@ def test_overflow_in_a_blocked_key_does_not_affect_other_calls_of_the_batch() ->
 @pytest.mark.parametrize("sizes", [(0, 1), (1, 0), (0, 0), (0, 1, 0), (2, 0), (0, 3, 1)])
 def test_a_call_with_zero_batch_items_can_be_stacked(sizes: tuple[int, ...]) -> None:
     """Its result has no rows and no fully masked rows of the other calls."""
-    calls = [bound(LAYER, query=np.ones((b, Q, 6)), attend_keys=np.zeros((1, K))[:b] if b < 2 else np.zeros((b, K)))[0] for b in sizes]
+    calls = [
+        call_and_cost(LAYER, query=np.ones((b, Q, 6)), attend_keys=np.zeros((1, K))[:b] if b < 2 else np.zeros((b, K)))[0] for b in sizes
+    ]
     assert len({batch_key(LAYER, call) for call in calls}) == 1
 
     together = LAYER.attention.forward(stack(calls)).split(sizes)
@@ -743,17 +745,17 @@ def test_steps_share_a_batch_if_rounding_does_not_matter(factor: float, shares: 
     """The rows of earlier steps may be so large that softmax amplifies the rounding of the new ones."""
     rng, case = np.random.default_rng(0), Case(LayerSpec(d_model=64, num_heads=8), {})
     first = Sequence(case)
-    alone, bound = [], []
+    alone, prepared = [], []
     for i in range(8):
         sequence = Sequence(case, first.pool, first.layer)
         for rows in rng.standard_normal((2, 20, 64)) * (factor if i else 1):
-            past = sequence.bind({"query": rows.astype("f4")})
+            past = sequence.prepare({"query": rows.astype("f4")})
             past.operation.run(first.layer.attention, past.call)
         query, fork = rng.standard_normal((1, 64)).astype("f4"), sequence.fork(40)
-        solo = fork.bind({"query": query, "outputs": ["output"]})
+        solo = fork.prepare({"query": query, "outputs": ["output"]})
         alone.append(solo.operation.run(first.layer.attention, solo.call).tensors["output"])
-        bound.append(sequence.bind({"query": query, "outputs": ["output"]}))
-    waiting = [job_of(each, batch_key(each.layer, each.call, each.operation)) for each in bound]
+        prepared.append(sequence.prepare({"query": query, "outputs": ["output"]}))
+    waiting = [job_of(each, batch_key(each.layer, each.call, each.operation)) for each in prepared]
     batch, _, _ = form_batch(waiting, UNLIMITED, 0.0)
     assert len(batch) == (8 if shares else 1)
     for (_, outcome), expected in zip(compute(batch, lambda: 0.0), alone, strict=False):
@@ -779,8 +781,8 @@ def test_steps_of_a_batch_that_runs_out_of_memory_append_their_rows_once(monkeyp
         if start:
             sequence.step(sequence.draw(rng, start, start))
     steps = [sequence.draw(rng, 1, 1) for sequence in sequences]
-    bound = [sequence.bind(members) for sequence, members in zip(sequences, steps, strict=True)]
-    waiting = [job_of(each) for each in bound]
+    prepared = [sequence.prepare(members) for sequence, members in zip(sequences, steps, strict=True)]
+    waiting = [job_of(each) for each in prepared]
     outcomes = compute(waiting, lambda: 0.0)
     assert [size for size in sizes if size > 1] == [5, 2, 3, 2]
     assert sizes.count(1) == 5

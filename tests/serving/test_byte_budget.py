@@ -14,12 +14,12 @@ import pytest
 
 from attend.errors import CallerGone, DeadlinePassed, Overloaded
 from attend.serving.analysis import ANALYSIS
-from attend.serving.binding import ATTEND
 from attend.serving.byte_budget import MAX_RETRY_AFTER, RATE_TIME_CONSTANT, SHARE_OF_FREE, ByteBudget, Lease
 from attend.serving.figures import FIGURE
 from attend.serving.layer_requests import put_layer
 from attend.serving.layers.files import CheckpointQuery
 from attend.serving.plan import plan_call
+from attend.serving.request_type import ATTEND
 from attend.serving.requests import Request
 from attend.serving.words import encoder, hashed
 from attend.serving.words.sentence import Sentence

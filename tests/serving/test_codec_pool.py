@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from attend.serving.binding import ATTEND
 from attend.serving.byte_budget import Lease
 from attend.serving.codec_pool import LARGE_BYTES, CodecPool
 from attend.serving.metrics import Metrics
+from attend.serving.request_type import ATTEND
 from attend.serving.requests import Request
 from attend.serving.scheduler import Scheduler
 from attend.serving.service import open_service

@@ -19,8 +19,8 @@ from attend.errors import AttendError
 from attend.limits import BatchLimits
 from attend.serving import batching
 from attend.serving.batching import Job
-from attend.serving.binding import ATTEND
 from attend.serving.codec_pool import LARGE_BYTES, WorkItem
+from attend.serving.request_type import ATTEND
 from attend.serving.requests import Request
 from attend.serving.service import open_service
 from attend.spec import LayerSpec

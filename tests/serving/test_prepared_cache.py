@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from attend.errors import AttendError, InvalidRequest
 from attend.limits import ServingLimits
-from attend.serving.binding import ATTEND
 from attend.serving.engine import Engine
 from attend.serving.layers.registry import LayerRegistry
 from attend.serving.prepared import Prepared
 from attend.serving.prepared_cache import MAX_KEY_CHARACTERS, MAX_REQUESTS, PreparedCache, cache_key
+from attend.serving.request_type import ATTEND
 from attend.serving.requests import Request
 from attend.serving.service import ServiceOptions, open_service
 from attend.spec import LayerSpec
@@ -57,8 +57,8 @@ def engine() -> Engine:
     return Engine(registry, SERVICE.scheduler, SERVICE.metrics, SERVICE.statistics, SERVICE.wire_limits, SERVICE.limits)
 
 
-def bind(engine: Engine, body: dict[str, Any]) -> Prepared:
-    return engine.decode_and_bind(Request(orjson.dumps(body)), ATTEND)[1]
+def prepare(engine: Engine, body: dict[str, Any]) -> Prepared:
+    return engine.decode_and_prepare(Request(orjson.dumps(body)), ATTEND)[1]
 
 
 @st.composite
@@ -78,16 +78,16 @@ def requests(draw: st.DrawFn) -> dict[str, Any]:
 def outcome(engine: Engine, body: dict[str, Any]) -> dict[str, Any]:
     """Everything about the call, or about its refusal."""
     try:
-        bound = bind(engine, body)
+        prepared = prepare(engine, body)
     except AttendError as error:
         return {"error": type(error), "problems": error.problems}
-    call, request = bound.call, bound.body
+    call, request = prepared.call, prepared.body
     parts = {field.name: getattr(call, field.name) for field in fields(call) if field.name != "masks"}
     parts |= {f"masks.{field.name}": getattr(call.masks, field.name) for field in fields(call.masks)}
     plain = {name: x.tolist() if isinstance(x, torch.Tensor) else x for name, x in parts.items()}
     same = {"self": call.key is call.query, "shared": call.value is call.key, "dtype": str(call.query.dtype)}
-    plain_fields = {"layer": bound.layer.name, "options": request.reply, "outputs": request.outputs, "shape": request.query.shape}
-    shared = {"cost": bound.cost, "in_parts": bound.in_parts, "log_fields": bound.log_fields}
+    plain_fields = {"layer": prepared.layer.name, "options": request.reply, "outputs": request.outputs, "shape": request.query.shape}
+    shared = {"cost": prepared.cost, "in_parts": prepared.in_parts, "log_fields": prepared.log_fields}
     return {**plain, **same, **plain_fields, **shared, "batched": request.batched}
 
 
@@ -101,14 +101,14 @@ def test_a_cached_request_gives_the_same_call_or_refusal_as_an_uncached_one(body
     assert outcome(REMEMBERING, body) == anew  # from the cache
 
 
-def bound_twice(*bodies: dict[str, Any]) -> tuple[Prepared, Prepared]:
+def prepared_twice(*bodies: dict[str, Any]) -> tuple[Prepared, Prepared]:
     remembering = engine()
-    first, second = (bind(remembering, body) for body in bodies)
+    first, second = (prepare(remembering, body) for body in bodies)
     return first, second
 
 
 def test_a_cached_request_is_not_validated_again_and_has_its_own_numbers() -> None:
-    first, second = bound_twice(*({"query": np.full((1, 2, 6), n).tolist(), "causal": True} for n in (1.0, 2.0)))
+    first, second = prepared_twice(*({"query": np.full((1, 2, 6), n).tolist(), "causal": True} for n in (1.0, 2.0)))
     assert second.cost is first.cost
     assert (first.call.query == 1).all() and (second.call.query == 2).all()
 
@@ -117,32 +117,32 @@ def test_wrong_numbers_of_masks_are_refused_although_the_shape_is_known() -> Non
     query = np.ones((2, 3, 6)).tolist()
     for name, right, wrong in (("valid_lens", 2, 4), ("valid_lens", 2, -1), ("valid_lens", 2, 0.5)):
         with pytest.raises(InvalidRequest) as refusal:
-            bound_twice({"query": query, name: [1, right]}, {"query": query, name: [1, wrong]})
+            prepared_twice({"query": query, name: [1, right]}, {"query": query, name: [1, wrong]})
         assert refusal.value.problems[0].at == "/valid_lens/1"
 
 
 def test_requests_whose_masks_differ_are_validated_once_and_have_their_own() -> None:
     query = np.ones((3, 6)).tolist()
-    first, second = bound_twice(*({"query": query, "block_mask": [[0, n, 1]], "bias": [[n, 2, "-inf"]]} for n in (0, 1)))
+    first, second = prepared_twice(*({"query": query, "block_mask": [[0, n, 1]], "bias": [[n, 2, "-inf"]]} for n in (0, 1)))
     assert second.cost is first.cost
-    for n, bound in enumerate((first, second)):
-        assert bound.call.masks.attend_mask.tolist() == [[[[True, not n, False]]]]
-        assert bound.call.masks.bias[..., 0].item() == n
+    for n, prepared in enumerate((first, second)):
+        assert prepared.call.masks.attend_mask.tolist() == [[[[True, not n, False]]]]
+        assert prepared.call.masks.bias[..., 0].item() == n
 
 
 def test_the_cache_is_bounded_and_keeps_no_numbers() -> None:
     remembering = engine()
     for n in range(1, MAX_REQUESTS + 20):
-        bind(remembering, {"query": np.ones((n, 2, 6)).tolist(), "outputs": ["output"]})
+        prepare(remembering, {"query": np.ones((n, 2, 6)).tolist(), "outputs": ["output"]})
     assert len(remembering.registry.find("default").prepared) == MAX_REQUESTS
-    again = bind(remembering, {"query": np.ones((MAX_REQUESTS + 19, 2, 6)).tolist(), "outputs": ["output"]})
+    again = prepare(remembering, {"query": np.ones((MAX_REQUESTS + 19, 2, 6)).tolist(), "outputs": ["output"]})
     assert again.body.query.strides == (0, 0, 0)
 
 
 @pytest.mark.parametrize("same", [True, False], ids=["the same shape", "another shape"])
 def test_concurrent_insertions_leave_the_cache_consistent(same: bool) -> None:
     """A second insertion runs completely between any two bytecode instructions of the first, as in another thread."""
-    prepared = bind(engine(), {"query": np.ones((1, 2, 6)).tolist()}).without_numbers()
+    prepared = prepare(engine(), {"query": np.ones((1, 2, 6)).tolist()}).without_numbers()
     code = PreparedCache.keep.__code__
     instructions = place = 0
     cache = PreparedCache()
@@ -189,11 +189,11 @@ def test_requests_with_long_plain_fields_are_not_cached() -> None:
 def test_a_cached_short_call_gives_the_result_of_the_first(batch: tuple[int, ...], largest: float) -> None:
     query = (largest * np.random.default_rng(3).standard_normal((*batch, 3, 6))).tolist()
 
-    def computed(bound: Prepared) -> dict[str, torch.Tensor]:
-        attention = bound.layer.attention
-        return bound.operation.run(attention, bound.call).tensors
+    def computed(prepared: Prepared) -> dict[str, torch.Tensor]:
+        attention = prepared.layer.attention
+        return prepared.operation.run(attention, prepared.call).tensors
 
-    first, second = map(computed, bound_twice({"query": query}, {"query": query}))
+    first, second = map(computed, prepared_twice({"query": query}, {"query": query}))
     assert first.keys() == second.keys()
     for name, tensor in first.items():
         np.testing.assert_array_equal(second[name], tensor)

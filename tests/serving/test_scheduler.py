@@ -23,13 +23,13 @@ from attend.attention.operations import ForwardPass
 from attend.errors import AttendError, DeadlinePassed, InvalidRequest, Overloaded, ServiceFault
 from attend.serving import scheduler
 from attend.serving.batching import Job, batch_key
-from attend.serving.binding import ATTEND
 from attend.serving.calls import make_call
 from attend.serving.cost import Cost, predict
 from attend.serving.executor import Outcome
 from attend.serving.layer_checks import check_against_layer
 from attend.serving.prepared import Prepared
 from attend.serving.queueing import Flow
+from attend.serving.request_type import ATTEND
 from attend.serving.requests import Request
 from attend.serving.service import open_service
 from attend.settings import Settings

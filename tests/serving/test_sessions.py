@@ -359,19 +359,19 @@ async def test_a_step_whose_reply_is_an_error_appends_nothing() -> None:
 
 
 @loop
-async def test_rule_12_a_large_step_is_bound_in_another_thread() -> None:
+async def test_rule_12_a_large_step_is_prepared_in_another_thread() -> None:
     """Its body is decoded, and its numbers have yet to be checked and cast."""
     sessions, on_loop = Sessions(pages=1000), []
     service, session = service_of(sessions), await sessions.create()
 
-    bind = STEP.bind_to_session
+    prepare = STEP.prepare_for_session
 
-    def bind_to_session(*args: Any) -> Any:
+    def prepare_for_session(*args: Any) -> Any:
         on_loop.append(threading.current_thread() is threading.main_thread())
-        return bind(*args)
+        return prepare(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(STEP, "bind_to_session", bind_to_session)
+        patch.setattr(STEP, "prepare_for_session", prepare_for_session)
         for rows in (1, 1000):
             await step(service, session, np.random.default_rng(0).standard_normal((rows, 6)))
     assert on_loop == [True, False]

@@ -18,11 +18,11 @@ from attend.check.random_cases import FEATURES, random_case
 from attend.errors import DeadlinePassed, LayerConflict, LayerNotFound, OutOfMemory, TooLarge
 from attend.limits import ServingLimits
 from attend.serving.admission import Admission, cost_of_part
-from attend.serving.binding import ATTEND
 from attend.serving.calls import make_call
 from attend.serving.cost import predict
 from attend.serving.layers.registry import LayerRegistry
 from attend.serving.plan import plan_call
+from attend.serving.request_type import ATTEND
 from attend.serving.requests import Request
 from attend.serving.service import ServiceOptions, open_service
 from attend.serving.shards import find_layer, merge_results, split_call

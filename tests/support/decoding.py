@@ -1,4 +1,4 @@
-"""One sequence with a KV cache, without a server: steps are bound as the service binds them, and compared with the reference."""
+"""One sequence with a KV cache, without a server: steps are prepared as the service prepares them, and compared with the reference."""
 
 import threading
 from collections.abc import Iterator, Mapping
@@ -89,11 +89,11 @@ class Sequence:
         members = self.draw(rng, queries, 0, *features, appended=0)
         return {name: x for name, x in members.items() if name not in ("key", "value", "key_positions")} | {"append": False}
 
-    def bind(self, members: Mapping[str, Any], **fields: Any) -> Prepared:
-        """The bound call; its pages are reserved."""
-        bound = STEP.bind_to_session(self.session, Decoded({"outputs": self.outputs, **members, **fields}), LIMITS)
-        self.cache.reserve(bound.call.masks.num_keys)
-        return bound
+    def prepare(self, members: Mapping[str, Any], **fields: Any) -> Prepared:
+        """The prepared call; its pages are reserved."""
+        prepared = STEP.prepare_for_session(self.session, Decoded({"outputs": self.outputs, **members, **fields}), LIMITS)
+        self.cache.reserve(prepared.call.masks.num_keys)
+        return prepared
 
     def keep(self, members: Mapping[str, Any]) -> None:
         """Note the rows of a step that was computed."""
@@ -147,9 +147,9 @@ class Sequence:
 
     def step(self, members: Mapping[str, Any]) -> Result:
         """Compute a step, check it, and free what the layer's window hides."""
-        start, bound = self.length, self.bind(members)
-        assert isinstance(bound.operation, CachedForwardPass)
-        (result,) = forward_cached(self.layer.attention, [(bound.operation, bound.call)])
+        start, prepared = self.length, self.prepare(members)
+        assert isinstance(prepared.operation, CachedForwardPass)
+        (result,) = forward_cached(self.layer.attention, [(prepared.operation, prepared.call)])
         if members.get("append", True):
             self.keep(members)
         assert self.length == len(self.rows["key"])

@@ -122,7 +122,7 @@ def heavy_call(attention: Any, operations: int = HEAVY, b: int = 1) -> Prepared:
 
 
 def request(b: int, seed: int = 0, queries: int = 4, **fields: Any) -> Call:
-    """A bound call of b items."""
+    """A call of b items, with nothing left to refuse."""
     query = np.random.default_rng(seed).standard_normal((b, queries, 6))
     return make_call(validate(AttendRequest, {"layer": "layer", "query": query, **fields}), SPEC)
 

@@ -6,7 +6,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attend.serving.binding import ATTEND
+from attend.serving.request_type import ATTEND
 from attend.serving.requests import Request
 from attend.serving.service import open_service
 from attend.spec import LayerSpec

@@ -1,1 +1,1 @@
-"""TIER 3: loads layers; binds, schedules and computes calls. Independent of HTTP."""
+"""TIER 3: loads layers; prepares, schedules and computes calls. Independent of HTTP."""

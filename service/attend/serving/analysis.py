@@ -12,12 +12,12 @@ from attend.errors import InvalidRequest, SessionConflict
 from attend.heads.metrics.compute import OVERFLOWED, MetricsOperation
 from attend.heads.metrics.rows import MetricsOptions
 from attend.serving.admission import Admission
-from attend.serving.binding import Binding
 from attend.serving.casting import at_cache_line, cast, numpy_of
 from attend.serving.cost import Cost, predict, reply_sizes
 from attend.serving.layer_checks import refuse_packed, require_masks_of_all_heads
 from attend.serving.layers.registry import LoadedLayer
 from attend.serving.prepared import Prepared
+from attend.serving.request_type import RequestType
 from attend.serving.sessions.registry import Session
 from attend.spec import LayerSpec
 from attend.tensors import BY_TORCH, DATATYPES, Array
@@ -30,19 +30,19 @@ SIDES: tuple[Literal["query"], Literal["key"]] = ("query", "key")
 BLOCK_WEIGHTS = 1 << 20  # weights computed at once; the metrics need about a dozen times their memory
 
 
-class AnalysisBinding(Binding[AnalysisRequest]):
+class AnalysisRequestType(RequestType[AnalysisRequest]):
     """Metrics of heads."""
 
     is_kept = in_shards = False
 
-    def bind_to_session(self, session: Session, decoded: Decoded, admission: Admission) -> Prepared:
-        """As `Binding.bind_to_session`. Raises SessionConflict also for metrics of values that are freed."""
-        bound = super().bind_to_session(session, decoded, admission)
-        for name in bound.body.metrics_for(session.layer.spec) if session.cache.first else ():
+    def prepare_for_session(self, session: Session, decoded: Decoded, admission: Admission) -> Prepared:
+        """As `RequestType.prepare_for_session`. Raises SessionConflict also for metrics of values that are freed."""
+        prepared = super().prepare_for_session(session, decoded, admission)
+        for name in prepared.body.metrics_for(session.layer.spec) if session.cache.first else ():
             if METRICS[name].of in ("values", "value norms"):
                 expected = "metrics of visible keys alone, since the values of the first rows are freed"
                 raise SessionConflict.where("/metrics", expected, name)
-        return bound
+        return prepared
 
     def check(self, request: AnalysisRequest, spec: LayerSpec) -> None:
         """Raises InvalidRequest also if a requested metric is not defined for the request."""
@@ -140,12 +140,12 @@ class AnalysisBinding(Binding[AnalysisRequest]):
             return "INT64"
         return request.reply.datatype or BY_TORCH["float64" if spec.dtype == "float64" else "float32"].name
 
-    def build_reply(self, bound: Prepared, result: Result) -> Reply:
+    def build_reply(self, prepared: Prepared, result: Result) -> Reply:
         """The metrics under the names and in the order of the request, without the batch axis if the request has none.
 
         Raises InvalidRequest for infinite metrics and for overflow in their inputs, unless the request allows non-finite numbers.
         """
-        request, spec = bound.body, bound.layer.spec
+        request, spec = prepared.body, prepared.layer.spec
         tensors = {name: tensor for name, tensor in result.tensors.items() if name != OVERFLOWED}
         arrays = {name: numpy_of(tensor if request.batched else tensor[0]) for name, tensor in tensors.items()}
         metrics: dict[str, Any] = {}
@@ -157,11 +157,11 @@ class AnalysisBinding(Binding[AnalysisRequest]):
         datatype = self.datatype_of("", request, spec)
         if request.reply.nonfinite == "error":
             _refuse_overflow(arrays, bool(result.tensors[OVERFLOWED]), datatype)
-        layer = {"name": bound.layer.name, "fingerprint": bound.layer.fingerprint}
+        layer = {"name": prepared.layer.name, "fingerprint": prepared.layer.fingerprint}
         return Reply(layer, result.fully_masked_rows, datatype, {}, metrics=metrics)
 
 
-ANALYSIS = AnalysisBinding(AnalysisRequest)  # POST /attend/analysis
+ANALYSIS = AnalysisRequestType(AnalysisRequest)  # POST /attend/analysis
 
 
 def counted_queries(request: AttendRequest, call: Call, lens: int | list[int] | None = None) -> torch.Tensor | None:

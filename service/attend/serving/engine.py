@@ -1,10 +1,10 @@
 """The request path, shared by all protocols:
 
-    bytes --decode--> members --find--> layer --bind--> call --submit--> result --encode--> bytes
+    bytes --decode--> members --find--> layer --prepare--> call --submit--> result --encode--> bytes
 
-`Engine.answer` is that path. A `Binding` (`binding.py`) says what an endpoint computes: how its request is bound, and what its reply is. A
-call to a session waits for the earlier calls to that session before it is bound. Reading the body (decode and bind) and writing the reply
-run on the event loop if there are few bytes, else in a thread of the codec pool. Independent of HTTP.
+`Engine.answer` is that path. A `RequestType` (`request_type.py`) says what an endpoint computes: how its request is prepared, and what its
+reply is. A call to a session waits for the earlier calls to that session before it is prepared. Reading the body (decode and prepare) and
+writing the reply run on the event loop if there are few bytes, else in a thread of the codec pool. Independent of HTTP.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -19,12 +19,12 @@ from attend.limits import ServingLimits, WireLimits
 from attend.serving import codec_pool
 from attend.serving.admission import Admission
 from attend.serving.batching import batch_key
-from attend.serving.binding import Binding
 from attend.serving.codec_pool import INLINE_BYTES, CodecPool
 from attend.serving.figures import FigureRenderer
 from attend.serving.layers.registry import LayerRegistry, LoadedLayer
 from attend.serving.metrics import Metrics, Phases
 from attend.serving.prepared import Prepared
+from attend.serving.request_type import RequestType
 from attend.serving.requests import Request
 from attend.serving.scheduler import Scheduler
 from attend.serving.sessions.locks import lock_for_call
@@ -61,8 +61,8 @@ class Engine:
         self.draw = self.renderer.draw
         self.sessions: SessionRegistry | None = None  # web/app.py, with `session_memory`
 
-    async def answer(self, request: Request, binding: Binding[Any], session_id: str = "") -> Encoded:
-        """Decode, bind, compute and encode one call; its phases and log fields are written into the request.
+    async def answer(self, request: Request, request_type: RequestType[Any], session_id: str = "") -> Encoded:
+        """Decode, prepare, compute and encode one request; its phases and log fields are written into the request.
 
         `session_id`: the session that its path names.
 
@@ -73,32 +73,32 @@ class Engine:
             await self.unpack(request, self.wire_limits.max_body_bytes)
         size = request.size  # decoding takes the body out of the request
         if size <= INLINE_BYTES:
-            decoded, bound = self.decode_and_bind(request, binding, session_id)
+            decoded, prepared = self.decode_and_prepare(request, request_type, session_id)
         else:
-            decoded, bound = await self.run(request, size, self.decode_and_bind, request, binding, session_id)
+            decoded, prepared = await self.run(request, size, self.decode_and_prepare, request, request_type, session_id)
         try:
-            if bound is not None:
-                return await self.complete(request, decoded, binding, bound, started)
+            if prepared is not None:
+                return await self.complete(request, decoded, request_type, prepared, started)
             if decoded.sequence is not None:
-                binding = STEP
+                request_type = STEP
             asked = self.clock()
             async with lock_for_call(self.require_sessions(), session_id, decoded, request) as session:
                 waited = self.clock() - asked
-                bound = await self.run_by_size(request, size, self.bind, request, decoded, binding, session)
-                return await self.complete(request, decoded, binding, bound, started, waited)
+                prepared = await self.run_by_size(request, size, self.prepare, request, decoded, request_type, session)
+                return await self.complete(request, decoded, request_type, prepared, started, waited)
         except RequestError as error:
             raise error.translated(decoded.translate) from None
 
-    def decode_and_bind(self, request: Request, binding: Binding[Any], session_id: str = "") -> tuple[Decoded, Prepared | None]:
-        """Decode the body and bind the call to its layer. A call with a session is None yet: it waits for earlier ones of it.
+    def decode_and_prepare(self, request: Request, request_type: RequestType[Any], session_id: str = "") -> tuple[Decoded, Prepared | None]:
+        """Decode the body and prepare the request. One of a session is None yet: it waits for the earlier ones.
 
         Raises AttendError, whose paths point into the body.
         """
-        decoded = request.codec.decode(request.take_body(), request.codec_parameters, binding.schema.tensor_kinds, self.wire_limits)
+        decoded = request.codec.decode(request.take_body(), request.codec_parameters, request_type.schema.tensor_kinds, self.wire_limits)
         try:
-            in_body = session_in_body(decoded.members) if binding.session_in_body else None
+            in_body = session_in_body(decoded.members) if request_type.session_in_body else None
             if decoded.sequence is None and not session_id and in_body is None:
-                return decoded, self.bind(request, decoded, binding)
+                return decoded, self.prepare(request, decoded, request_type)
             if decoded.sequence is not None and self.sessions is None:
                 expected = "no sequence, since this server keeps none; `attend serve --session-memory BYTES` does"
                 raise InvalidRequest.where("/sequence", expected, decoded.sequence.id)
@@ -106,24 +106,24 @@ class Engine:
         except RequestError as error:
             raise error.translated(decoded.translate) from None
 
-    def bind(self, request: Request, decoded: Decoded, binding: Binding[Any], session: Session | None = None) -> Prepared:
-        """Bind a call to its layer, or to the rows of its session. Raises RequestError."""
+    def prepare(self, request: Request, decoded: Decoded, request_type: RequestType[Any], session: Session | None = None) -> Prepared:
+        """The request, prepared for its layer or for its session. Raises RequestError."""
         if session is None:
-            bound = binding.bind(decoded, self.find(decoded.members, binding.schema), self.admission)
+            prepared = request_type.prepare(decoded, self.find(decoded.members, request_type.schema), self.admission)
         else:
-            bound = binding.bind_to_session(session, decoded, self.admission)
-        if bound.cost.word_bytes > request.reply_codec.largest_text:
+            prepared = request_type.prepare_for_session(session, decoded, self.admission)
+        if prepared.cost.word_bytes > request.reply_codec.largest_text:
             expected = f"at most {request.reply_codec.largest_text} bytes of words in a safetensors reply; ask for fewer links, or for JSON"
-            raise TooLarge.where("", expected, f"up to {bound.cost.word_bytes}")
+            raise TooLarge.where("", expected, f"up to {prepared.cost.word_bytes}")
         if request.reply_codec.largest_reply is not None:
             setting, largest = request.reply_codec.largest_reply
-            if (tensor_bytes := bound.cost.tensor_bytes) > largest:
+            if (tensor_bytes := prepared.cost.tensor_bytes) > largest:
                 expected = f"a reply of at most {largest} bytes ({setting}); ask for fewer outputs, or over HTTP"
                 raise TooLarge.where("", expected, str(tensor_bytes))
-        shares_batches = (bound.operation.largest_batch or self.scheduler.batch_limits.calls) > 1
-        if shares_batches and not self.scheduler.computes_inline(bound):
-            return bound._replace(batch_key=batch_key(bound.layer, bound.call, bound.operation))
-        return bound
+        shares_batches = (prepared.operation.largest_batch or self.scheduler.batch_limits.calls) > 1
+        if shares_batches and not self.scheduler.computes_inline(prepared):
+            return prepared._replace(batch_key=batch_key(prepared.layer, prepared.call, prepared.operation))
+        return prepared
 
     def find(self, members: Mapping[str, Any], schema: type[AttendRequest]) -> LoadedLayer:
         """The layer of the request. If there is none: InvalidRequest for an invalid request, else LayerNotFound or LayerUnloaded."""
@@ -132,35 +132,35 @@ class Engine:
         return self.registry.find(validate(schema, members).layer, at="/layer") if layer is None else layer
 
     async def complete(
-        self, request: Request, decoded: Decoded, binding: Binding[Any], bound: Prepared, started: float, waited: float = 0.0
+        self, request: Request, decoded: Decoded, request_type: RequestType[Any], prepared: Prepared, started: float, waited: float = 0.0
     ) -> Encoded:
         """Compute a prepared request that arrived at `started` and has `waited` for earlier calls, encode its result, and count it."""
-        bound_at, cost, layer = self.clock(), bound.cost, bound.layer.name
+        prepared_at, cost, layer = self.clock(), prepared.cost, prepared.layer.name
         if decoded.timeout is not None:
             request.limit_seconds(decoded.timeout, started)
         try:
-            self._reserve(request, decoded, bound)
-            outcome = await binding.compute(self.scheduler, bound, request)
+            self._reserve(request, decoded, prepared)
+            outcome = await request_type.compute(self.scheduler, prepared, request)
             computed_at = self.clock()
-            reply = await binding.reply(self, bound, outcome.result, decoded, request)
+            reply = await request_type.reply(self, prepared, outcome.result, decoded, request)
         except BaseException:  # including CancelledError when the caller disconnects
             self.statistics.count_failed(layer, self.clock() - started)
             raise
-        phases = Phases(bound_at - started - waited, outcome.queue + waited, outcome.compute, self.clock() - computed_at)
+        phases = Phases(prepared_at - started - waited, outcome.queue + waited, outcome.compute, self.clock() - computed_at)
         self.metrics.count_call(*phases)
-        self.statistics.count_answered(layer, phases, bound.call.options.items, cost.operations, outcome)
-        request.phases, request.log_fields = phases, {**bound.log_fields, "batch": outcome.batch}
+        self.statistics.count_answered(layer, phases, prepared.call.options.items, cost.operations, outcome)
+        request.phases, request.log_fields = phases, {**prepared.log_fields, "batch": outcome.batch}
         return reply
 
-    def _reserve(self, request: Request, decoded: Decoded, bound: Prepared) -> None:
+    def _reserve(self, request: Request, decoded: Decoded, prepared: Prepared) -> None:
         """Reserve the memory of a large request's arrays and of the reply. Raises Overloaded.
 
         The text `0,` becomes a number of 8 bytes as decoded and one of 4 or 8 in the layer's dtype.
         """
         if (lease := request.lease) is not None:
             if lease.held > INLINE_BYTES:
-                lease.add(max(0, bytes_in_memory(decoded.members.values(), bound.call.tensors()) - lease.held))
-            reply = bound.cost.reply_bytes if request.reply_codec.writes_text else bound.cost.tensor_bytes + bound.cost.word_bytes
+                lease.add(max(0, bytes_in_memory(decoded.members.values(), prepared.call.tensors()) - lease.held))
+            reply = prepared.cost.reply_bytes if request.reply_codec.writes_text else prepared.cost.tensor_bytes + prepared.cost.word_bytes
             lease.resize(lease.held + reply, bounded=True)
 
     async def unpack(self, request: Request, limit: int) -> None:

@@ -24,12 +24,12 @@ from attend.attention.operations import FORWARD, Operation
 from attend.errors import CallerGone, DeadlinePassed, InvalidRequest, NotAcceptable, TooLarge
 from attend.heads.figures import FigureSpec, compose, draw, operation_for
 from attend.serving.analysis import counted_queries
-from attend.serving.binding import Binding, Threads, refuse_fully_masked
 from attend.serving.cost import Cost
 from attend.serving.fair_share import FairShare
 from attend.serving.layer_checks import refuse_packed
 from attend.serving.layers.registry import LoadedLayer
 from attend.serving.prepared import Prepared
+from attend.serving.request_type import RequestType, Threads, refuse_fully_masked
 from attend.serving.requests import Request
 from attend.serving.threads import lower_priority
 from attend.spec import LayerSpec
@@ -48,7 +48,7 @@ MAX_SECONDS = 30.0  # most seconds for waiting and drawing, if the caller sets n
 MAX_WAITING = 32  # most drawings that are waiting or being drawn; each is bounded in cells and pixels, so their number bounds their cost
 
 
-class FigureBinding(Binding[FigureRequest]):
+class FigureRequestType(RequestType[FigureRequest]):
     """A picture of the weights of heads, or of their outputs."""
 
     is_kept = in_shards = False
@@ -93,17 +93,17 @@ class FigureBinding(Binding[FigureRequest]):
     def describe(self, request: FigureRequest, spec: LayerSpec) -> dict[str, Any]:
         return {"figure": request.figure.kind, "format": request.figure.format}
 
-    async def reply(self, threads: Threads, bound: Prepared, result: Result, decoded: Decoded, request: Request) -> Encoded:
+    async def reply(self, threads: Threads, prepared: Prepared, result: Result, decoded: Decoded, request: Request) -> Encoded:
         """The picture. Raises what `FigureRenderer.draw` and `refuse_fully_masked` raise."""
-        refuse_fully_masked(bound, result)
-        return await threads.draw(partial(_reply, bound, result, request.reply_coding), request)
+        refuse_fully_masked(prepared, result)
+        return await threads.draw(partial(_reply, prepared, result, request.reply_coding), request)
 
 
-FIGURE = FigureBinding(FigureRequest)  # POST /attend/figure
+FIGURE = FigureRequestType(FigureRequest)  # POST /attend/figure
 
 
 def figure_spec(request: FigureRequest, layer: LayerSpec) -> FigureSpec:
-    """The picture of a request that `FigureBinding` has validated."""
+    """The picture of a request that `FigureRequestType` has validated."""
     options = request.figure
     assert options.format is not None
     heads = options.heads or ([0] if options.kind == "head" else range(layer.num_heads))
@@ -178,10 +178,10 @@ class FigureRenderer:
         self._thread.shutdown(wait=False)
 
 
-def _reply(bound: Prepared, result: Result, coding: str, check: Callable[[], None]) -> Encoded:
+def _reply(prepared: Prepared, result: Result, coding: str, check: Callable[[], None]) -> Encoded:
     """The picture of a result, with this Content-Encoding."""
-    spec = figure_spec(bound.body, bound.layer.spec)
-    metadata = {"Source": f"layer {bound.layer.name}", "Fingerprint": bound.layer.fingerprint}
+    spec = figure_spec(prepared.body, prepared.layer.spec)
+    metadata = {"Source": f"layer {prepared.layer.name}", "Fingerprint": prepared.layer.fingerprint}
     picture = draw(compose(spec, result.tensors, metadata), spec, check)
     media_type = next(media for media, format in PICTURES.items() if format == spec.format)
     reply: Encoded = ((b"content-type", media_type.encode()),), [picture]

@@ -31,7 +31,7 @@ PHASE_BUCKETS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 1
 class Phases(NamedTuple):
     """Seconds that a request spent in each phase."""
 
-    decode: float = 0.0  # and bind
+    decode: float = 0.0  # and prepare
     queue: float = 0.0  # waiting for earlier calls of its session, and for the device
     compute: float = 0.0
     encode: float = 0.0

@@ -5,8 +5,8 @@ from typing import Any
 
 from attend.limits import WireLimits
 from attend.serving.analysis import ANALYSIS
-from attend.serving.binding import ATTEND, Binding
 from attend.serving.engine import Engine
+from attend.serving.request_type import ATTEND, RequestType
 from attend.serving.requests import Request
 from attend.serving.sessions.registry import Session
 from attend.serving.sessions.rows import members_that_read, session_in_body
@@ -37,19 +37,19 @@ def _decode(request: Request, limits: WireLimits) -> Decoded:
 
 def _plan(engine: Engine, decoded: Decoded, session: Session | None) -> Plan:
     """The plan, with the limits that the request exceeds."""
-    binding: Binding[Any] = ANALYSIS if "metrics" in decoded.members else ATTEND if session is None else STEP
+    request_type: RequestType[Any] = ANALYSIS if "metrics" in decoded.members else ATTEND if session is None else STEP
     if session is None:
         members = {name: value for name, value in decoded.members.items() if name != "session"}
-        layer = engine.find(members, binding.schema)
+        layer = engine.find(members, request_type.schema)
     else:
         layer, members = session.layer, members_that_read(session, decoded.members)
     past = None if session is None else Past(session.length, appends=False)
-    request = binding.validated(decoded._replace(members=members), layer.spec, past)
-    predicted = binding.predict(request, layer.spec)
-    problems, _ = engine.admission.refusals(predicted, binding.may_be_cut(request, layer.spec))
+    request = request_type.validated(decoded._replace(members=members), layer.spec, past)
+    predicted = request_type.predict(request, layer.spec)
+    problems, _ = engine.admission.refusals(predicted, request_type.may_be_cut(request, layer.spec))
     outputs = {}
     for name, shape in predicted.outputs.items():
-        datatype = binding.datatype_of(name, request, layer.spec)
+        datatype = request_type.datatype_of(name, request, layer.spec)
         outputs[name] = PlannedTensor(shape=list(shape), datatype=datatype, bytes=math.prod(shape) * DATATYPES[datatype].size)
     return Plan(
         layer=LayerReference(name=layer.name, fingerprint=layer.fingerprint),

@@ -1,4 +1,4 @@
-"""`Prepared`: a request that has nothing left to refuse, as a `Binding` makes it, the scheduler computes it, and a cache keeps it."""
+"""`Prepared`: a request that has nothing left to refuse, as a `RequestType` makes it, the scheduler computes it, and a cache keeps it."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -29,7 +29,7 @@ class Prepared(NamedTuple):
     call: Any  # a `Call`; None if the operation needs none
     cost: Cost
     operation: Operation = FORWARD
-    body: Any = None  # validated, of the binding's schema; None if nothing is encoded by it
+    body: Any = None  # validated, of the schema of its type; None if nothing is encoded by it
     in_parts: bool = False  # too large for one process: cut along its keys and computed by the shards
     log_fields: Mapping[str, Any] = {}  # of the request's log line
     session: Session | None = None  # to which the call appends rows

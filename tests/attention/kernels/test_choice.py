@@ -102,10 +102,10 @@ def test_the_named_kernel_computes_steps_of_sessions(spec: LayerSpec) -> None:
     sequence.step(sequence.draw(rng, 3, 3))
     computed = record(sequence.layer.attention)
     members = {**sequence.draw(rng, 1, 1), "causal": True, "outputs": ["output"]}
-    start, bound = sequence.length, sequence.bind(members)
-    assert isinstance(bound.operation, CachedForwardPass)
+    start, prepared = sequence.length, sequence.prepare(members)
+    assert isinstance(prepared.operation, CachedForwardPass)
 
-    (result,) = forward_cached(sequence.layer.attention, [(bound.operation, bound.call)])
+    (result,) = forward_cached(sequence.layer.attention, [(prepared.operation, prepared.call)])
 
     sequence.keep(members)
     sequence.check(result, members, start)

@@ -1,4 +1,4 @@
-"""The registry of the layers of a process. Layers are immutable: a call keeps the layer it was bound to, even if that is replaced."""
+"""The registry of the layers of a process. Layers are immutable: a call keeps the layer it was prepared for, even if that is replaced."""
 
 import json
 from collections.abc import Iterable, Mapping

@@ -1,4 +1,4 @@
-"""Binds a call to a session, which appends rows to it and attends to all of its rows."""
+"""Prepares a call that appends rows to a session and attends to all of its rows."""
 
 from collections.abc import Hashable, Mapping
 from dataclasses import replace
@@ -14,12 +14,12 @@ from attend.attention.masks import Masks
 from attend.axes import GRADIENTS, MASKS, OTHERS
 from attend.errors import InvalidRequest, TooLarge, pointer
 from attend.serving.admission import Admission
-from attend.serving.binding import Binding
 from attend.serving.calls import call_options, input_tensors, make_call, no_rows
 from attend.serving.cost import predict_call
 from attend.serving.executor import Outcome
 from attend.serving.prepared import Prepared
 from attend.serving.prepared_cache import cache_key
+from attend.serving.request_type import RequestType
 from attend.serving.requests import Request
 from attend.serving.scheduler import Scheduler
 from attend.serving.sessions.registry import Session
@@ -34,12 +34,12 @@ MASKS_AND_OTHERS = (*MASKS, *OTHERS)
 LENGTH_FIELDS = ("query_offset", "tokens")  # fields whose validity depends on the session's length
 
 
-class StepBinding(Binding[AttendRequest]):
+class StepRequestType(RequestType[AttendRequest]):
     """A call that appends rows to a session, and then attends to all of its rows."""
 
     in_shards = False  # it is computed where its cache is
 
-    def bind_to_session(self, session: Session, decoded: Decoded, admission: Admission) -> Prepared:
+    def prepare_for_session(self, session: Session, decoded: Decoded, admission: Admission) -> Prepared:
         """The prepared step. An earlier prepared step is reused if only numbers and the session's length differ.
 
         Raises InvalidRequest, LengthMismatch, SessionConflict, or TooLarge for a cost or length beyond the limits.
@@ -76,13 +76,13 @@ class StepBinding(Binding[AttendRequest]):
         log_fields = self.log_fields(request, layer, call, cost)
         return Prepared(layer, call, cost, operation, request, log_fields=log_fields, session=session)
 
-    async def compute(self, scheduler: Scheduler, bound: Prepared, request: Request) -> Outcome:
-        """As `Binding.compute`. Raises also OutOfMemory, and InvalidRequest for new rows that overflow."""
-        session = bound.session
+    async def compute(self, scheduler: Scheduler, prepared: Prepared, request: Request) -> Outcome:
+        """As `RequestType.compute`. Raises also OutOfMemory, and InvalidRequest for new rows that overflow."""
+        session = prepared.session
         assert session is not None
-        await session.registry.reserve(session.cache, bound.call.masks.num_keys)
-        outcome = await super().compute(scheduler, bound, request)
-        session.require_finite_rows(bound.layer.spec)
+        await session.registry.reserve(session.cache, prepared.call.masks.num_keys)
+        outcome = await super().compute(scheduler, prepared, request)
+        session.require_finite_rows(prepared.layer.spec)
         session.registry.metrics.count_step()
         return outcome
 
@@ -101,7 +101,7 @@ class StepBinding(Binding[AttendRequest]):
                 raise InvalidRequest.where(f"/outputs/{i}", expected, name)
 
 
-STEP = StepBinding(AttendRequest)  # POST /sessions/{id}/attend, and parts of sequences of the Open Inference Protocol
+STEP = StepRequestType(AttendRequest)  # POST /sessions/{id}/attend, and parts of sequences of the Open Inference Protocol
 
 
 def _new_rows(members: Mapping[str, Any]) -> int:

@@ -12,7 +12,7 @@ from google.protobuf.json_format import ParseDict
 from google.protobuf.message import Message
 
 from attend.errors import LayerNotFound, LayerUnloaded, NotReady
-from attend.serving.binding import ATTEND
+from attend.serving.request_type import ATTEND
 from attend.serving.requests import Request
 from attend.serving.service import Service
 from attend.web.grpc import messages

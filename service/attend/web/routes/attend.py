@@ -6,9 +6,9 @@ from starlette.responses import Response
 
 from attend.errors import NotAcceptable
 from attend.serving.analysis import ANALYSIS
-from attend.serving.binding import ATTEND
 from attend.serving.figures import FIGURE
 from attend.serving.plan import plan_call
+from attend.serving.request_type import ATTEND
 from attend.web.endpoints import INFER, LAYER, SESSION, EndpointTable
 from attend.web.openapi import BINARY
 from attend.web.replies import PiecesResponse

@@ -126,7 +126,7 @@ async def get_circuits(request: HttpRequest, name: str) -> Response:
     refusals=(LayerNotFound, LayerConflict, *TIMED, ServiceFault),
 )
 async def delete_layer(request: HttpRequest, name: str) -> Response:
-    """Removes a layer; calls that are bound to it are still answered."""
+    """Removes a layer; calls that were accepted before are still answered."""
     request.app.state.extensions.require_writable()
     await request.service.loader.remove(name, deadline_of(request))
     return Response(status_code=204)

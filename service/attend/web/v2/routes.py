@@ -6,9 +6,9 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 
 from attend.errors import LayerConflict, LayerNotFound, MalformedBody, StorageFull
-from attend.serving.binding import ATTEND
 from attend.serving.layer_requests import make_layer, read_object
 from attend.serving.layers.registry import LoadedLayer
+from attend.serving.request_type import ATTEND
 from attend.serving.service import Service
 from attend.web.endpoints import ADMIN, INFER, LAYER, PUBLIC, READ, TIMED, EndpointTable
 from attend.web.openapi import schema

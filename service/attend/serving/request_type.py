@@ -1,7 +1,7 @@
-"""What an endpoint computes of a request: `Binding`.
+"""What an endpoint computes of a request: `RequestType`.
 
-To bind is to validate a request, to compare it with its layer, to admit its predicted cost, and to make its call. Invalid requests are
-refused here at the latest. Only shapes are read before the cost is admitted, so that no array is allocated for a call that is refused.
+To prepare a request is to validate it, to compare it with its layer, to admit its predicted cost, and to make its call. Invalid requests
+are refused here at the latest. Only shapes are read before the cost is admitted, so that no array is allocated for a call that is refused.
 """
 
 from collections.abc import Callable, Coroutine
@@ -54,11 +54,11 @@ class Threads(Protocol):
         ...
 
 
-class Binding(Generic[R]):
+class RequestType(Generic[R]):
     """What an endpoint computes of a request. This is POST /attend: the outputs of the layer. Other endpoints override what differs.
 
-    `bind` calls `validated`, `predict`, `may_be_cut`, `operation` and `describe`, in this order. Then `compute` has the call computed, and
-    `reply` encodes what `build_reply` makes of the result.
+    `prepare` calls `validated`, `predict`, `may_be_cut`, `operation` and `describe`, in this order. Then `compute` has the call computed,
+    and `reply` encodes what `build_reply` makes of the result.
     """
 
     is_kept = True  # whether a request of an earlier one's shape is not prepared again
@@ -69,7 +69,7 @@ class Binding(Generic[R]):
         self.schema = schema
         self.session_in_body = "session" in schema.model_fields
 
-    def bind(self, decoded: Decoded, layer: LoadedLayer, admission: Admission, past: Past | None = None) -> Prepared:
+    def prepare(self, decoded: Decoded, layer: LoadedLayer, admission: Admission, past: Past | None = None) -> Prepared:
         """The prepared request, which reads a session if it has a `past`.
 
         Raises InvalidRequest, or TooLarge for a cost beyond the limits, and what the hooks raise.
@@ -92,17 +92,17 @@ class Binding(Generic[R]):
             layer.prepared.keep(key, same)
         return prepared
 
-    def bind_to_session(self, session: Session, decoded: Decoded, admission: Admission) -> Prepared:
+    def prepare_for_session(self, session: Session, decoded: Decoded, admission: Admission) -> Prepared:
         """The prepared form of a request that names a session in place of keys: it reads the rows and appends none.
 
-        Raises what `bind` raises, or SessionConflict.
+        Raises what `prepare` raises, or SessionConflict.
         """
         members = members_that_read(session, decoded.members)
-        bound = self.bind(decoded._replace(members=members), session.layer, admission, Past(session.length, appends=False))
-        given = {name: tensor for name, tensor in bound.call.given.items() if name != "key_coordinates"}
-        call = replace(bound.call, given=given)
+        prepared = self.prepare(decoded._replace(members=members), session.layer, admission, Past(session.length, appends=False))
+        given = {name: tensor for name, tensor in prepared.call.given.items() if name != "key_coordinates"}
+        call = replace(prepared.call, given=given)
         require_rows(session, call)
-        return bound._replace(call=call, operation=CachedOperation(session.cache, bound.operation))
+        return prepared._replace(call=call, operation=CachedOperation(session.cache, prepared.operation))
 
     def validated(self, decoded: Decoded, spec: LayerSpec, past: Past | None = None) -> R:
         """The request, which fits the layer and, if it has a `past`, the rows of its session. Raises InvalidRequest."""
@@ -142,32 +142,32 @@ class Binding(Generic[R]):
         """The V2 datatype of an output in the reply."""
         return wire_datatype(name, request.reply.datatype, spec)
 
-    def compute(self, scheduler: Scheduler, bound: Prepared, request: Request) -> Coroutine[Any, Any, Outcome]:
+    def compute(self, scheduler: Scheduler, prepared: Prepared, request: Request) -> Coroutine[Any, Any, Outcome]:
         """The outcome of a prepared request. Raises what `Scheduler.submit` raises."""
-        return scheduler.submit(bound, request)
+        return scheduler.submit(prepared, request)
 
-    async def reply(self, threads: Threads, bound: Prepared, result: Result, decoded: Decoded, request: Request) -> Encoded:
+    async def reply(self, threads: Threads, prepared: Prepared, result: Result, decoded: Decoded, request: Request) -> Encoded:
         """The reply, encoded on the event loop if it is small. Raises what `encode` raises."""
-        if bound.cost.reply_bytes <= INLINE_BYTES:
-            return self.encode(bound, result, decoded, request)
-        return await threads.run(request, bound.cost.reply_bytes, self.encode, bound, result, decoded, request)
+        if prepared.cost.reply_bytes <= INLINE_BYTES:
+            return self.encode(prepared, result, decoded, request)
+        return await threads.run(request, prepared.cost.reply_bytes, self.encode, prepared, result, decoded, request)
 
-    def encode(self, bound: Prepared, result: Result, decoded: Decoded, request: Request) -> Encoded:
+    def encode(self, prepared: Prepared, result: Result, decoded: Decoded, request: Request) -> Encoded:
         """Headers and bytes of the reply.
 
         Raises InvalidRequest for non-finite numbers, for fully masked rows if the request asks for an error, and what `build_reply` raises.
         """
         if result.fully_masked is not None:
-            refuse_fully_masked(bound, result)
-        reply = self.build_reply(bound, result)
-        headers, pieces = request.reply_codec.encode(reply, bound.body.reply, decoded.reply_format)
+            refuse_fully_masked(prepared, result)
+        reply = self.build_reply(prepared, result)
+        headers, pieces = request.reply_codec.encode(reply, prepared.body.reply, decoded.reply_format)
         if request.reply_coding:
             return compress((headers, pieces), request.reply_coding)
         return headers, pieces if len(pieces) < MANY_PIECES else joined(pieces)
 
-    def build_reply(self, bound: Prepared, result: Result) -> Reply:
+    def build_reply(self, prepared: Prepared, result: Result) -> Reply:
         """The outputs under the names and in the order of the request, without the batch axis if the request has none."""
-        request, layer = bound.body, bound.layer
+        request, layer = prepared.body, prepared.layer
         batched, arrays = request.batched, {}
         for name, tensor in result.tensors.items():
             tensor = tensor if batched else tensor[0]
@@ -177,16 +177,16 @@ class Binding(Generic[R]):
             tensors[name] = arrays[name] if name in arrays else _parts(name, arrays)
         datatype = request.reply.datatype or BY_TORCH[layer.spec.dtype].name
         masked = 0 if result.fully_masked is None else result.fully_masked_rows
-        session = None if bound.session is None else {"id": bound.session.id, "length": bound.call.masks.num_keys}
+        session = None if prepared.session is None else {"id": prepared.session.id, "length": prepared.call.masks.num_keys}
         return Reply({"name": layer.name, "fingerprint": layer.fingerprint}, masked, datatype, tensors, session=session)
 
 
-ATTEND = Binding(AttendRequest)  # POST /attend, and infer of the Open Inference Protocol
+ATTEND = RequestType(AttendRequest)  # POST /attend, and infer of the Open Inference Protocol
 
 
-def refuse_fully_masked(bound: Prepared, result: Result) -> None:
+def refuse_fully_masked(prepared: Prepared, result: Result) -> None:
     """Raises InvalidRequest for fully masked rows if the request asks for an error."""
-    if bound.call.options.fully_masked == "error" and (first := result.first_fully_masked()):
+    if prepared.call.options.fully_masked == "error" and (first := result.first_fully_masked()):
         rows = ", ".join(f"(batch {b}, head {h}, query {i})" for b, h, i in first)
         raise InvalidRequest.where("/fully_masked", "a key to attend to for every row", f"none for {rows}")
 
