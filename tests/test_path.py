@@ -83,7 +83,7 @@ def test_the_path_in_the_documentation_is_the_path_of_a_warm_small_request() -> 
     run(test())
 
 
-@pytest.mark.parametrize(("fields", "most"), [({}, 78), ({"attend_mask": [[1, 0, 1]] * 3, "reply": {"decimals": 4}}, 94)])
+@pytest.mark.parametrize(("fields", "most"), [({}, 76), ({"attend_mask": [[1, 0, 1]] * 3, "reply": {"decimals": 4}}, 92)])
 def test_a_warm_small_request_makes_few_calls(fields: dict[str, Any], most: int) -> None:
     """Each is a step that a reader has to follow."""
 

@@ -2,9 +2,9 @@
 
     bytes --decode--> members --find--> layer --prepare--> call --submit--> result --encode--> bytes
 
-`Engine.answer` is that path. A `RequestType` (`request_type.py`) says what an endpoint computes: how its request is prepared, and what its
-reply is. A call to a session waits for the earlier calls to that session before it is prepared. Reading the body (decode and prepare) and
-writing the reply run on the event loop if there are few bytes, else in a thread of the codec pool. Independent of HTTP.
+`Engine.answer` is that path. A `RequestType` (`request_type.py`) says what an endpoint computes: how its request is prepared, and how its
+result is encoded. A call to a session waits for the earlier calls to that session before it is prepared. Reading the body (decode and
+prepare) and writing the reply run on the event loop if there are few bytes, else in a thread of the codec pool. Independent of HTTP.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -24,13 +24,13 @@ from attend.serving.figures import FigureRenderer
 from attend.serving.layers.registry import LayerRegistry, LoadedLayer
 from attend.serving.metrics import Metrics, Phases
 from attend.serving.prepared import Prepared
-from attend.serving.request_type import RequestType
+from attend.serving.request_type import RequestType, refuse_fully_masked
 from attend.serving.requests import Request
 from attend.serving.scheduler import Scheduler
 from attend.serving.sessions.locks import lock_for_call
 from attend.serving.sessions.registry import Session, SessionRegistry
 from attend.serving.sessions.rows import session_in_body
-from attend.serving.sessions.steps import STEP
+from attend.serving.sessions.steps import STEP, compute_step
 from attend.serving.shards import Shards
 from attend.serving.statistics import LayerStatistics
 from attend.serving.threads import usable_cores
@@ -58,7 +58,6 @@ class Engine:
         self.wire_limits, self.admission, self.clock = wire_limits, Admission(limits), scheduler.clock
         self.codecs = CodecPool(min(2, usable_cores()))  # more would contend for the interpreter's lock
         self.renderer = FigureRenderer(self.clock)
-        self.draw = self.renderer.draw
         self.sessions: SessionRegistry | None = None  # web/app.py, with `session_memory`
 
     async def answer(self, request: Request, request_type: RequestType[Any], session_id: str = "") -> Encoded:
@@ -140,9 +139,18 @@ class Engine:
             request.limit_seconds(decoded.timeout, started)
         try:
             self._reserve(request, decoded, prepared)
-            outcome = await request_type.compute(self.scheduler, prepared, request)
+            if prepared.session is None:
+                outcome = await self.scheduler.submit(prepared, request)
+            else:
+                outcome = await compute_step(self.scheduler, prepared, request, prepared.session)
             computed_at = self.clock()
-            reply = await request_type.reply(self, prepared, outcome.result, decoded, request)
+            if request_type.draws:
+                refuse_fully_masked(prepared, outcome.result)  # before it waits for other pictures
+                reply = await self.renderer.draw(partial(request_type.encode, prepared, outcome.result, decoded, request), request)
+            elif cost.reply_bytes <= INLINE_BYTES:
+                reply = request_type.encode(prepared, outcome.result, decoded, request)
+            else:
+                reply = await self.run(request, cost.reply_bytes, request_type.encode, prepared, outcome.result, decoded, request)
         except BaseException:  # including CancelledError when the caller disconnects
             self.statistics.count_failed(layer, self.clock() - started)
             raise

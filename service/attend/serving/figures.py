@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any, Literal, TypeVar
 
 from attend.attention.call import Call, Result
@@ -29,7 +28,7 @@ from attend.serving.fair_share import FairShare
 from attend.serving.layer_checks import refuse_packed
 from attend.serving.layers.registry import LoadedLayer
 from attend.serving.prepared import Prepared
-from attend.serving.request_type import RequestType, Threads, refuse_fully_masked
+from attend.serving.request_type import RequestType
 from attend.serving.requests import Request
 from attend.serving.threads import lower_priority
 from attend.spec import LayerSpec
@@ -52,6 +51,7 @@ class FigureRequestType(RequestType[FigureRequest]):
     """A picture of the weights of heads, or of their outputs."""
 
     is_kept = in_shards = False
+    draws = True
 
     def validated(self, decoded: Decoded, spec: LayerSpec, past: Past | None = None) -> FigureRequest:
         """The request with the format of the picture, and the outputs that it shows. Raises InvalidRequest or NotAcceptable."""
@@ -93,10 +93,18 @@ class FigureRequestType(RequestType[FigureRequest]):
     def describe(self, request: FigureRequest, spec: LayerSpec) -> dict[str, Any]:
         return {"figure": request.figure.kind, "format": request.figure.format}
 
-    async def reply(self, threads: Threads, prepared: Prepared, result: Result, decoded: Decoded, request: Request) -> Encoded:
-        """The picture. Raises what `FigureRenderer.draw` and `refuse_fully_masked` raise."""
-        refuse_fully_masked(prepared, result)
-        return await threads.draw(partial(_reply, prepared, result, request.reply_coding), request)
+    def encode(
+        self, prepared: Prepared, result: Result, decoded: Decoded, request: Request, check: Callable[[], None] = lambda: None
+    ) -> Encoded:
+        """The picture. Raises what `check` raises."""
+        spec = figure_spec(prepared.body, prepared.layer.spec)
+        metadata = {"Source": f"layer {prepared.layer.name}", "Fingerprint": prepared.layer.fingerprint}
+        picture = draw(compose(spec, result.tensors, metadata), spec, check)
+        media_type = next(media for media, format in PICTURES.items() if format == spec.format)
+        reply: Encoded = ((b"content-type", media_type.encode()),), [picture]
+        if not request.reply_coding or spec.format == "png":  # PNG is compressed already
+            return reply
+        return compress(reply, request.reply_coding)
 
 
 FIGURE = FigureRequestType(FigureRequest)  # POST /attend/figure
@@ -176,16 +184,6 @@ class FigureRenderer:
 
     def close(self) -> None:
         self._thread.shutdown(wait=False)
-
-
-def _reply(prepared: Prepared, result: Result, coding: str, check: Callable[[], None]) -> Encoded:
-    """The picture of a result, with this Content-Encoding."""
-    spec = figure_spec(prepared.body, prepared.layer.spec)
-    metadata = {"Source": f"layer {prepared.layer.name}", "Fingerprint": prepared.layer.fingerprint}
-    picture = draw(compose(spec, result.tensors, metadata), spec, check)
-    media_type = next(media for media, format in PICTURES.items() if format == spec.format)
-    reply: Encoded = ((b"content-type", media_type.encode()),), [picture]
-    return compress(reply, coding) if coding and spec.format != "png" else reply  # PNG is compressed already
 
 
 def _start() -> None:

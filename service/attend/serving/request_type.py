@@ -4,9 +4,9 @@ To prepare a request is to validate it, to compare it with its layer, to admit i
 are refused here at the latest. Only shapes are read before the cost is admitted, so that no array is allocated for a call that is refused.
 """
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -19,15 +19,12 @@ from attend.errors import InvalidRequest
 from attend.serving.admission import Admission
 from attend.serving.calls import make_call, packed_attention
 from attend.serving.casting import numpy_of
-from attend.serving.codec_pool import INLINE_BYTES
 from attend.serving.cost import Cost, predict, wire_datatype
-from attend.serving.executor import Outcome
 from attend.serving.layer_checks import check_against_layer
 from attend.serving.layers.registry import LoadedLayer
 from attend.serving.prepared import Prepared
 from attend.serving.prepared_cache import cache_key
 from attend.serving.requests import Request
-from attend.serving.scheduler import Scheduler
 from attend.serving.sessions.registry import Session
 from attend.serving.sessions.rows import members_that_read, require_rows
 from attend.spec import LayerSpec
@@ -38,30 +35,18 @@ from attend.wire.problems import validate
 from attend.wire.schemas.attend import AttendRequest, Past
 
 R = TypeVar("R", bound=AttendRequest)
-T = TypeVar("T")
 INDIVISIBLE = ("dropout", *(name for name, field in TENSOR_FIELDS.items() if not field.divisible))  # fields of calls that are never cut
-
-
-class Threads(Protocol):
-    """The threads of an engine that write replies, for the request that they are the replies to."""
-
-    async def run(self, request: Request, size: int, function: Callable[..., T], *args: Any) -> T:
-        """Run a function that writes `size` bytes in a thread of the codec pool."""
-        ...
-
-    async def draw(self, drawing: Callable[[Callable[[], None]], T], request: Request) -> T:
-        """Run a function in the thread that draws; it calls its argument at intervals."""
-        ...
 
 
 class RequestType(Generic[R]):
     """What an endpoint computes of a request. This is POST /attend: the outputs of the layer. Other endpoints override what differs.
 
-    `prepare` calls `validated`, `predict`, `may_be_cut`, `operation` and `describe`, in this order. Then `compute` has the call computed,
-    and `reply` encodes what `build_reply` makes of the result.
+    `prepare` calls `validated`, `predict`, `may_be_cut`, `operation` and `describe`, in this order. Once the engine has the
+    result of the call, `encode` encodes what `build_reply` makes of it.
     """
 
     is_kept = True  # whether a request of an earlier one's shape is not prepared again
+    draws = False  # whether `encode` draws a picture, in the thread that does so
     in_shards = True  # whether shards may compute parts of a call that is too large for one process
 
     def __init__(self, schema: type[R]) -> None:
@@ -142,18 +127,10 @@ class RequestType(Generic[R]):
         """The V2 datatype of an output in the reply."""
         return wire_datatype(name, request.reply.datatype, spec)
 
-    def compute(self, scheduler: Scheduler, prepared: Prepared, request: Request) -> Coroutine[Any, Any, Outcome]:
-        """The outcome of a prepared request. Raises what `Scheduler.submit` raises."""
-        return scheduler.submit(prepared, request)
-
-    async def reply(self, threads: Threads, prepared: Prepared, result: Result, decoded: Decoded, request: Request) -> Encoded:
-        """The reply, encoded on the event loop if it is small. Raises what `encode` raises."""
-        if prepared.cost.reply_bytes <= INLINE_BYTES:
-            return self.encode(prepared, result, decoded, request)
-        return await threads.run(request, prepared.cost.reply_bytes, self.encode, prepared, result, decoded, request)
-
-    def encode(self, prepared: Prepared, result: Result, decoded: Decoded, request: Request) -> Encoded:
-        """Headers and bytes of the reply.
+    def encode(
+        self, prepared: Prepared, result: Result, decoded: Decoded, request: Request, check: Callable[[], None] = lambda: None
+    ) -> Encoded:
+        """Headers and bytes of the reply. `check`: what a picture calls at intervals while it is drawn.
 
         Raises InvalidRequest for non-finite numbers, for fully masked rows if the request asks for an error, and what `build_reply` raises.
         """

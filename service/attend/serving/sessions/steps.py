@@ -76,16 +76,6 @@ class StepRequestType(RequestType[AttendRequest]):
         log_fields = self.log_fields(request, layer, call, cost)
         return Prepared(layer, call, cost, operation, request, log_fields=log_fields, session=session)
 
-    async def compute(self, scheduler: Scheduler, prepared: Prepared, request: Request) -> Outcome:
-        """As `RequestType.compute`. Raises also OutOfMemory, and InvalidRequest for new rows that overflow."""
-        session = prepared.session
-        assert session is not None
-        await session.registry.reserve(session.cache, prepared.call.masks.num_keys)
-        outcome = await super().compute(scheduler, prepared, request)
-        session.require_finite_rows(prepared.layer.spec)
-        session.registry.metrics.count_step()
-        return outcome
-
     def check(self, request: AttendRequest, spec: LayerSpec) -> None:
         """Raises InvalidRequest also for outputs that depend on the inputs of earlier calls, which a session does not keep, and for values
         that it does not keep."""
@@ -102,6 +92,16 @@ class StepRequestType(RequestType[AttendRequest]):
 
 
 STEP = StepRequestType(AttendRequest)  # POST /sessions/{id}/attend, and parts of sequences of the Open Inference Protocol
+
+
+async def compute_step(scheduler: Scheduler, prepared: Prepared, request: Request, session: Session) -> Outcome:
+    """The outcome of a prepared step of this session. Raises what `Scheduler.submit` raises, OutOfMemory, and InvalidRequest for new rows
+    that overflow."""
+    await session.registry.reserve(session.cache, prepared.call.masks.num_keys)
+    outcome = await scheduler.submit(prepared, request)
+    session.require_finite_rows(prepared.layer.spec)
+    session.registry.metrics.count_step()
+    return outcome
 
 
 def _new_rows(members: Mapping[str, Any]) -> int:
