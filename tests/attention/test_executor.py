@@ -68,7 +68,7 @@ def test_sums_of_biases_are_not_rounded_to_half_precision(dtype: str) -> None:
     call = call_of(layer, "output", q=q, k=k)
     call = replace(call, query=torch.zeros_like(call.query))
     bias = torch.linspace(-40, 40, k, dtype=torch.float64).to(layer.dtype).expand(1, 1, q, k)
-    call = replace(call, masks=replace(call.masks, bias=bias, positions=torch.arange(q)[None]))
+    call = replace(call, masks=call.masks._replace(bias=bias, positions=torch.arange(q)[None]))
 
     alone = layer.forward(call).tensors["output"]
     beside_weights = layer.forward(call.with_options(outputs=frozenset({"output", "attention_weights"}))).tensors["output"]

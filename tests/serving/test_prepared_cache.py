@@ -83,7 +83,7 @@ def outcome(engine: Engine, body: dict[str, Any]) -> dict[str, Any]:
         return {"error": type(error), "problems": error.problems}
     call, request = prepared.call, prepared.body
     parts = {field.name: getattr(call, field.name) for field in fields(call) if field.name != "masks"}
-    parts |= {f"masks.{field.name}": getattr(call.masks, field.name) for field in fields(call.masks)}
+    parts |= {f"masks.{name}": tensor for name, tensor in call.masks._asdict().items()}
     plain = {name: x.tolist() if isinstance(x, torch.Tensor) else x for name, x in parts.items()}
     same = {"self": call.key is call.query, "shared": call.value is call.key, "dtype": str(call.query.dtype)}
     plain_fields = {"layer": prepared.layer.name, "options": request.reply, "outputs": request.outputs, "shape": request.query.shape}

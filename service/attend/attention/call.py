@@ -113,7 +113,7 @@ class Call:
             return self
         given = {name: tensor[:, keys] if name == "key_coordinates" else tensor for name, tensor in self.given.items()}
         key, value = self.key[:, keys], self.value[:, keys]
-        masks = replace(self.masks, num_keys=keys.stop, lengths=None)
+        masks = self.masks._replace(num_keys=keys.stop, lengths=None)
         short = replace(self, key=key, value=key if self.options.keys_as_values else value, given=given, masks=masks)
         return short.with_options(num_keys=keys.stop, self_attention=False)
 
@@ -132,7 +132,7 @@ class Call:
         inputs = self.options.inputs(lambda name: getattr(self, name).to(device))
         moved = {name: tensor.to(device) for name in MASK_TENSORS if (tensor := getattr(self.masks, name)) is not None}
         given = {name: tensor.to(device) for name, tensor in self.given.items()}
-        return replace(self, **inputs, masks=replace(self.masks, **moved), given=given)
+        return replace(self, **inputs, masks=self.masks._replace(**moved), given=given)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,10 @@ both.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import reduce
 from operator import and_
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,8 +21,7 @@ PAIR_AXES = ("b", "h", "q", "k")
 PADDING = -2  # the segment of keys that no query has
 
 
-@dataclass(frozen=True, slots=True)
-class Masks:
+class Masks(NamedTuple):
     """All masks of one call; None blocks nothing. Axes are those of the call; an axis of 1 is broadcast."""
 
     positions: Tensor  # [b|1, q]: key position of query i, i + offset
@@ -140,8 +140,7 @@ class Masks:
 
     def select(self, heads: Sequence[int] | None, queries: Sequence[int] | None) -> "Masks":
         """The masks of some heads and queries, in the given order; None: all."""
-        return replace(
-            self,
+        return self._replace(
             positions=self.positions if queries is None else self.positions[:, list(queries)],
             attend_mask=select_indices(select_indices(self.attend_mask, 1, heads), 2, queries),
             bias=select_indices(select_indices(self.bias, 1, heads), 2, queries),

@@ -140,7 +140,7 @@ class PackedAttention(Operation):
         )
 
     def to(self, device: torch.device) -> Self:
-        return replace(self, masks={n: replace(masks, positions=masks.positions.to(device)) for n, masks in self.masks.items()})
+        return replace(self, masks={n: masks._replace(positions=masks.positions.to(device)) for n, masks in self.masks.items()})
 
 
 def _fully_masked(results: Sequence[Result], queries: Sequence[int], heads: int) -> Tensor | None:

@@ -48,7 +48,7 @@ def stack(calls: Sequence[Call]) -> Call:
         first,
         options=replace(first.options, items=sum(sizes)),
         **inputs,
-        masks=replace(first.masks, **masks, bias_blocks=any(call.masks.bias_blocks for call in calls)),
+        masks=first.masks._replace(**masks, bias_blocks=any(call.masks.bias_blocks for call in calls)),
         given=given,
     )
 

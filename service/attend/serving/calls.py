@@ -1,7 +1,6 @@
 """Makes the call of a validated request. Each array is cast once to the layer's dtype, and its numbers must be finite in it."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import reduce
 from operator import and_
 from typing import Any
@@ -14,9 +13,10 @@ from attend.attention.masks import PADDING, Masks, end_of_real_keys
 from attend.attention.operations import PackedAttention
 from attend.attention.operators.declarations import Interval
 from attend.axes import MASKS, OTHERS, TENSOR_FIELDS
-from attend.serving.casting import at_cache_line, cast, finite_array, tensor_of
+from attend.serving.casting import at_cache_line, finite_array, tensor_of
 from attend.spec import LayerSpec
 from attend.tensors import BY_TORCH, Array
+from attend.wire.arrays import all_true
 from attend.wire.schemas.attend import AttendRequest
 
 FIRST_POSITIONS = torch.arange(4096)[None]
@@ -106,9 +106,11 @@ def field_tensor(name: str, array: Array, batched: bool, spec: LayerSpec, reprod
     """
     field = TENSOR_FIELDS[name]
     if field.kind not in ("number", "bias"):
-        return field.expanded(torch.from_numpy(~array if field.inverted else np.array(array)), batched)
+        return torch.from_numpy(field.expanded(~array if field.inverted else array, batched))
     dtype = max(field.at_least or spec.dtype, spec.dtype, key=lambda dtype: BY_TORCH[dtype].size)
-    tensor = field.expanded(cast(name, array, dtype, infinite=field.kind == "bias"), batched)
+    with np.errstate(over="ignore", invalid="ignore"):
+        numbers = finite_array(name, array, dtype, infinite=field.kind == "bias")
+    tensor = tensor_of(field.expanded(numbers, batched))
     return at_cache_line(tensor) if reproducible else tensor
 
 
@@ -126,8 +128,8 @@ def call_tensors(arrays: Mapping[str, Array], batched: bool, spec: LayerSpec, re
             masks |= dict.fromkeys((MASKS[name].tensor or name).split(), field_tensor(name, array, batched, spec, reproducible))
     if (segments := masks.get("key_segments")) is not None:
         masks["key_segments"] = segments.where(segments >= 0, PADDING)
-    if (bias := masks.get("bias")) is not None:
-        masks["bias_blocks"] = bool((bias == -torch.inf).any())
+    if (bias := arrays.get("bias")) is not None:
+        masks["bias_blocks"] = not all_true(np.isfinite(bias))
     return others, masks
 
 
@@ -150,7 +152,7 @@ def _masks(request: AttendRequest, spec: LayerSpec, b: int, q: int, k: int, tens
         shift = end_of_real_keys(masks, b)[:, None] - q
     else:
         shift = torch.tensor(offset if isinstance(offset, list) else [offset]).view(-1, 1)
-    return replace(masks, positions=masks.positions + shift)
+    return masks._replace(positions=masks.positions + shift)
 
 
 def _positions(q: int) -> torch.Tensor:

@@ -7,7 +7,7 @@ import torch
 
 from attend.errors import InvalidRequest
 from attend.tensors import BY_TORCH, Array
-from attend.wire.arrays import FEW_FLAGS, first_element
+from attend.wire.arrays import all_true, first_element
 
 ALIGNMENT = 64  # bytes, a cache line
 
@@ -34,7 +34,7 @@ def finite_array(name: str, array: Array, dtype: str, infinite: bool = False) ->
     target = BY_TORCH[dtype].numpy
     numbers = array if array.dtype == target else array.astype(target)
     finite = np.isfinite(numbers)
-    if not finite.all() if finite.size > FEW_FLAGS else 0 in finite.tobytes():
+    if not all_true(finite):
         wrong = ~finite & ~np.isneginf(array.astype(np.float64)) if infinite else ~finite
         if wrong.any():
             at, got = first_element(array, wrong)

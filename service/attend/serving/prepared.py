@@ -1,7 +1,6 @@
 """`Prepared`: a request that has nothing left to refuse, as a `RequestType` makes it, the scheduler computes it, and a cache keeps it."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +14,7 @@ from attend.serving.cost import Cost
 from attend.serving.layers.registry import LoadedLayer
 from attend.serving.sessions.registry import Session
 from attend.tensors import shape_alone
+from attend.wire.arrays import MAX_EXACT_INTEGER
 from attend.wire.schemas.attend import AttendRequest
 
 NO_NUMBERS = torch.empty(0)
@@ -46,7 +46,7 @@ class Prepared(NamedTuple):
             return None
         shapes = {name: shape_alone(array.shape, array.dtype) for name, array in arrays.items()}
         no_masks: dict[str, Any] = dict.fromkeys(name for name in MASK_TENSORS if name != "positions") | {"bias_blocks": False}
-        call = Call(call.options, NO_NUMBERS, NO_NUMBERS, NO_NUMBERS, replace(call.masks, **no_masks))
+        call = Call(call.options, NO_NUMBERS, NO_NUMBERS, NO_NUMBERS, call.masks._replace(**no_masks))
         kept: dict[str, Any] = {"layer": None, "call": call, "body": body.model_copy(update=shapes)}  # the layer has the cache
         return self._replace(**kept, tensors=others)
 
@@ -58,15 +58,14 @@ class Prepared(NamedTuple):
         """
         options, masks, arrays = self.call.options, self.call.masks, {}
         for name in self.tensors:
-            if (array := AttendRequest.tensors[name].valid(members[name])) is None:
+            most = options.num_keys if name == "valid_lens" else MAX_EXACT_INTEGER - 1
+            if (array := AttendRequest.tensors[name].valid(members[name], most)) is None:
                 return None
             arrays[name] = array
-        if "valid_lens" in arrays and arrays["valid_lens"].max(initial=0) > options.num_keys:
-            return None
         inputs = input_tensors(members["query"], members.get("key"), members.get("value"), layer.spec, options.reproducible)
         others: dict[str, Any] = {}
         if arrays:
             others, of_masks = call_tensors(arrays, members["query"].ndim == 3, layer.spec, options.reproducible)
-            masks = replace(masks, **of_masks) if of_masks else masks
+            masks = masks._replace(**of_masks)
         call = Call(options, *inputs, masks, others)
         return Prepared(layer, call, self.cost, self.operation, self.body, self.in_parts, self.log_fields)

@@ -122,8 +122,7 @@ def _key_range(masks: Masks, first: int, end: int) -> Masks:
     def cut(tensor: Tensor | None) -> Tensor | None:
         return tensor if tensor is None or tensor.shape[-1] == 1 else tensor[..., first:end].clone()
 
-    return replace(
-        masks,
+    return masks._replace(
         positions=masks.positions - first,
         num_keys=end - first,
         attend_mask=cut(masks.attend_mask),

@@ -111,7 +111,8 @@ def _masks(call: Call, fully_masked: Array) -> tuple[Any, ...]:
     """The masks of a call as `extension.attend` takes them."""
     masks = call.masks
     left, right = UNBOUNDED if masks.left is None else masks.left, UNBOUNDED if masks.right is None else masks.right
-    tensors = (masks.positions, masks.lengths, masks.attend_mask, masks.attend_keys, masks.query_segments, masks.key_segments)
+    positions = None if left == right == UNBOUNDED and masks.chunk is None else masks.positions
+    tensors = (positions, masks.lengths, masks.attend_mask, masks.attend_keys, masks.query_segments, masks.key_segments)
     arrays = [None if tensor is None else tensor.numpy() for tensor in (*tensors, masks.bias, call.given.get("head_scale"))]
     return fully_masked, left, right, masks.chunk or 0, *arrays
 

@@ -114,7 +114,7 @@ def _at_length(masks: Masks, length: int, num_keys: int) -> Masks:
     """The masks of an earlier step for a session of `length` rows, which has so many keys after the step."""
     count = masks.positions.shape[1]
     positions = torch.arange(length, length + count)[None]
-    return replace(masks, positions=positions, num_keys=num_keys, aligned=length == 0 and count == num_keys)
+    return masks._replace(positions=positions, num_keys=num_keys, aligned=length == 0 and count == num_keys)
 
 
 def _options(members: dict[str, Any], session: Session) -> StepOptions:

@@ -21,6 +21,7 @@ from attend.wire.arrays import MAX_EXACT_INTEGER, first_element, without_broadca
 from attend.wire.problems import describe_value
 
 MAX_AXIS = 2**31 - 1
+FEW_NUMBERS = 16  # are looked at one by one sooner than NumPy's functions begin
 NAME_KEY = "x-name"  # in a JSON schema: title and description of the definition that it becomes
 ITEMS: dict[Kind, dict[str, Any]] = {
     "number": {"type": "number"},
@@ -113,10 +114,10 @@ class Tensor:
             raise field_error("", f"a tensor of rank {wanted}", f"shape {list(array.shape)}")
         return array if self.kind in ("number", "bias") else self._as_integers(array)
 
-    def valid(self, value: Any) -> Array | None:
-        """The array of a value; None if it has an element that is not valid."""
+    def valid(self, array: Array, most: int) -> Array | None:
+        """A validated array of one whose shape is valid; None if an element is not, or is a count above `most`."""
         try:
-            return self(value)
+            return array if self.kind in ("number", "bias") else self._as_integers(array, most)
         except PydanticCustomError:
             return None
 
@@ -127,33 +128,35 @@ class Tensor:
             array = np.asarray(value)
         except (ValueError, TypeError):
             raise field_error("", "a tensor", "ragged rows") from None
-        datatype = BY_NUMPY.get(array.dtype.newbyteorder("<"))
+        datatype = BY_NUMPY.get(array.dtype) or BY_NUMPY.get(array.dtype.newbyteorder("<"))
         if datatype is None or (datatype.kind == "bool" and self.kind in ("number", "bias")):
             raise field_error("", "numbers", f"elements of type {array.dtype}")
         return array
 
-    def _as_integers(self, array: Array) -> Array:
-        """A mask as booleans, other kinds as int64. Raises at the first element that this would change."""
+    def _as_integers(self, array: Array, most: int = MAX_EXACT_INTEGER - 1) -> Array:
+        """A mask as booleans, other kinds as int64. Raises at the first element that this would change, or a count above `most`."""
         if 0 in array.strides and array.size > 1:  # a tensor given by its shape alone is broadcast, and may be huge
-            return np.broadcast_to(self._as_integers(without_broadcast(array).copy()), array.shape)
+            return np.broadcast_to(self._as_integers(without_broadcast(array).copy(), most), array.shape)
         if array.dtype == np.bool_:
             if self.kind != "mask":
                 raise field_error("", "whole numbers", "booleans")
             return array
         if self.kind == "mask":
-            mask: Array = array != 0
-            if (wrong := mask & (array != 1)).any():
-                at, got = first_element(array, wrong)
+            mask: Array = array == 1
+            if np.count_nonzero(mask) != np.count_nonzero(array):
+                at, got = first_element(array, ~mask & (array != 0))
                 raise field_error(at, "0, 1, true or false", got)
             return mask
         if self.kind == "count":
             least, expected = 0, f"a number of {self.counted}: a whole number of at least 0"
         else:  # from 2^53 on, float64 cannot represent every whole number: two segments might become one
             least, expected = -1, f"the number of a segment, a whole number below {MAX_EXACT_INTEGER}, or -1 for padding"
-        if (wrong := ~(array >= least) | (array >= MAX_EXACT_INTEGER) | (array != np.floor(array))).any():
+        if array.size <= FEW_NUMBERS and all(least <= x <= most and x % 1 == 0 for x in array.ravel().tolist()):
+            return array.astype(np.int64)
+        if (wrong := ~(array >= least) | (array > most) | (array != np.floor(array))).any():
             at, got = first_element(array, wrong)
-            if self.kind == "count" and array[wrong].flat[0] >= MAX_EXACT_INTEGER:
-                expected = expected.replace("at least 0", f"at most {MAX_EXACT_INTEGER - 1}")
+            if self.kind == "count" and array[wrong].flat[0] > most:
+                expected = expected.replace("at least 0", f"at most {most}")
             raise field_error(at, expected, got)
         return array.astype(np.int64)
 
