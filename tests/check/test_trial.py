@@ -340,6 +340,37 @@ def test_an_instance_keeps_a_norm_that_is_left_out():
     assert isinstance(layer.norm, nn.LayerNorm)
 
 
+class CausalWithoutMask(Named):
+    """Causal in calls without a mask, as GPT-2's layer of transformers, whose masks contain causality."""
+
+    def forward(self, x, mask=None):
+        return self.final(merge(scaled_dot_product_attention(*self.heads(x), mask, is_causal=mask is None)))
+
+
+def test_causality_beside_a_mask_that_takes_its_place_is_not_tried_unless_an_option_says_that_it_may():
+    comparison = compare(CausalWithoutMask, longest=7)
+    assert comparison.agrees and comparison.untried == ("causality beside mask",), f"\n{comparison}"
+    assert "it is always causal; " in comparison.conventions and "mask takes the place of its causality" in comparison.conventions
+    assert compare(CausalWithoutMask, mask_replaces_causality=True, longest=7).is_complete
+    wrong = compare(CausalWithoutMask, mask_replaces_causality=False, longest=7)
+    assert {x.case for x in wrong.results if x.agrees is False} == {"mask", "padded keys", "packed sequences"}
+
+
+class InFloat32(NumPyLettered):
+    """Takes and returns float64, and computes in float32, as Keras's layer does."""
+
+    def __call__(self, x):
+        return super().__call__(x.astype(np.float32).astype(np.float64)).astype(np.float32).astype(np.float64)
+
+
+def test_what_computes_in_float32_is_compared_in_float32_unless_its_dtype_is_given():
+    comparison = compare(InFloat32, longest=7)
+    assert comparison.agrees and comparison.dtype == "float32", f"\n{comparison}"
+    assert "it computes in float32 what it gets in float64" in comparison.conventions
+    named = {"query": "A", "key": "B", "value": "C", "output": "D"}
+    assert not compare(InFloat32, longest=7, dtype="float64", weights=named, orientation="in,out").agrees
+
+
 class InvertsMask(Named):
     def forward(self, x, attend_mask=None):
         q, k, v = self.heads(x)

@@ -17,6 +17,7 @@ import numpy as np
 
 from attend.check.arrays import as_array, as_float64, compiled, describe, dtype_of
 from attend.check.cases import CaseKind, CheckCase
+from attend.check.computation import RELATIVE
 from attend.check.convention import Alignment, Convention, Polarity, mask_polarity
 from attend.check.layer import Layer
 from attend.check.signatures import FUNCTIONS
@@ -51,7 +52,7 @@ class NoCache(Exception):
 
 @dataclass(frozen=True, slots=True)
 class CandidateResult:
-    """The candidate's result in the reference's layout, as float64; `dtype` is that of its output."""
+    """The candidate's result in the reference's layout, as float64; `dtype` is that with fewer digits of its inputs and output."""
 
     output: Array  # [b, q, d_model] if it has the right shape
     attention_weights: Array | None  # [b, h, q, k] if they have the right shape, or averaged over the heads [b, q, k]
@@ -133,7 +134,7 @@ class Adapter:
             return NO_POSITIONS
         if case.chunks and not self.convention.causal:
             return "only an always causal one is decoded; pass causal=true"
-        if case.kind == "causal" and self.convention.causal:
+        if case.kind == "causal" and self.convention.causal and not self.convention.mask_replaces_causality:
             return "it is causal in every case"
         if case.kind != "plain" and self.mask_role(case.kind) is None:
             return f"{NO_PARAMETER} {MASKS[case.kind][1]}; if there is one, pass arguments={{…}}"
@@ -211,7 +212,7 @@ class Adapter:
             raise ValueError(f"expected an array or a tuple (output, weights), got {type(parts[0] if parts else result).__name__}")
         has_weights = len(parts) > (2 if "cache" in self.roles else 1)  # the last of several is the cache
         weights = parts[1] if has_weights and hasattr(parts[1], "dtype") else None
-        dtype = dtype_of(parts[0])
+        dtype = max((self.dtype, dtype_of(parts[0])), key=lambda name: RELATIVE.get(name, 0.0))
         return CandidateResult(
             self.as_output(as_float64(parts[0])), None if weights is None else self._as_weights(as_float64(weights)), dtype
         )

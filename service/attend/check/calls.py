@@ -279,17 +279,14 @@ def call(candidate: Candidate, case: CheckCase) -> ComparedCase:
     if case.whole is not None:
         last = slice(case.whole.query.shape[1] - case.query.shape[1], None)
         got = {name: None if x is None or x.ndim < 3 else x[:, last] if name == "output" else x[..., last, :] for name, x in got.items()}
-    dtype = max((candidate.adapter.dtype, result.dtype), key=lambda name: RELATIVE.get(name, 0.0))
     averaged = result.has_averaged_weights or bool(case.passed.get("average"))
-    relative = options.tolerance if options.tolerance or not case.relative else RELATIVE.get(dtype, 0.0) + case.relative
+    relative = options.tolerance if options.tolerance or not case.relative else RELATIVE.get(result.dtype, 0.0) + case.relative
     known = Known(is_complete=case.group in ("lengths", "widths"))  # which are many and large, and no mistake is looked for in them
-    right = Computation(case.layer(candidate.spec), candidate.weights, case, dtype, relative, averaged, known=known)
+    right = Computation(case.layer(candidate.spec), candidate.weights, case, result.dtype, relative, averaged, known=known)
     expected = right.run()
-    moved = (
-        spread_of(right, expected, rounds_inputs=candidate.adapter.dtype != dtype)
-        if dtype in HALF and options.tolerance is None and case.relative <= HALF[dtype]  # else its steps move less than the case allows
-        else None
-    )
+    moved = None
+    if result.dtype in HALF and options.tolerance is None and case.relative <= HALF[result.dtype]:  # else its steps move less than that
+        moved = spread_of(right, expected, rounds_inputs=candidate.adapter.dtype != result.dtype)
     outputs = [
         ComparedOutput(name, x, y, *_bounds(name, expected, moved), moved)
         for name, x in expected.outputs.items()

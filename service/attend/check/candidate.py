@@ -49,7 +49,9 @@ from attend.spec_parts import PROJECTIONS
 from attend.tensors import Array
 
 GROUPS: tuple[Group, ...] = ("short", "parameters", "long")
-OF_CALLS = ("mask_means", "mask_shape", "mask_dtype", "padding_means", "causal", "query_offset", "residual")  # conventions of calls alone
+OF_CALLS = (  # conventions of calls alone
+    *("mask_means", "mask_shape", "mask_dtype", "mask_replaces_causality", "padding_means", "causal", "query_offset", "residual"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +112,7 @@ class Candidate:
         masks: dict[CaseKind, bool] = {
             "mask": per_item,
             "numbers": per_item,
+            "causal": False,
             "padding": per_item or bool(roles & {"padding", "lengths"}),
             "segments": per_item or "segments" in roles,
         }
@@ -120,6 +123,7 @@ class Candidate:
             lengths=lengths or lengths_for(self.spec, batched=convention.batched),
             dtype=self.adapter.dtype,
             causal=convention.causal,
+            masks_alone=[kind for kind in masks if convention.mask_replaces_causality and self.adapter.mask_role(kind) == "mask"],
             at_end=convention.query_offset == "end",
             inputs=[name for name in ("query", "key", "value") if name in roles],
             masks_per_item=[kind for kind, differs in masks.items() if differs],

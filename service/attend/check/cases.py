@@ -132,7 +132,8 @@ class Draw:
     """Draws cases for a candidate of this dtype that is always `causal`, or takes only some of the inputs.
 
     `at_end`: the last query of a causal candidate is at the last key, and not the first at the first. Inputs are values of the dtype,
-    stored as float64. `masks_per_item`: the kinds of cases whose masks may differ among items.
+    stored as float64. `masks_alone`: the kinds of cases in which a mask takes the place of causality; `masks_per_item`: those whose masks
+    may differ among items.
     """
 
     spec: LayerSpec
@@ -143,6 +144,7 @@ class Draw:
     causal: bool = False
     at_end: bool = False
     inputs: Collection[str] = ("query", "key", "value")
+    masks_alone: Collection[CaseKind] = ()
     masks_per_item: Collection[CaseKind] = ("mask", "padding", "segments", "numbers")
 
     @property
@@ -169,7 +171,7 @@ class Draw:
         key = query if is_query else rng.standard_normal((batch, keys, spec.key_dim))
         value = key if "value" not in self.inputs else rng.standard_normal((batch, keys, spec.value_dim))
         mask = np.broadcast_to(mask, (batch, queries, keys))
-        more = {"causal": self.causal, "query_offset": keys - queries if self.at_end else 0} | more
+        more = {"causal": self.causal and kind not in self.masks_alone, "query_offset": keys - queries if self.at_end else 0} | more
         case = CheckCase(name, kind, query, key, value, mask, mask, **more)
         return _scaled(case.seeing(), spec, self.weights, self.dtype, largest)
 

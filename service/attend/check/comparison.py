@@ -30,6 +30,7 @@ from attend.check.tried import Tried, try_conventions
 from attend.spec import LayerSpec
 
 CHANGING = "a second call with the same inputs returns other numbers: dropout is active, or a call leaves something behind for the next one"
+MASK_ALONE = "since masks take its place, as in transformers, where they contain it; if they do, pass mask_replaces_causality=true"
 MOST_NAMES = 6  # of calls that a hint lists
 
 
@@ -94,6 +95,10 @@ def _call_on_all(prepared: Candidate, seed: int, longest: int) -> Calls:
         for name in prepared.adapter.others:
             if called.agree and _changes_nothing(prepared, name, seed, longest):
                 called.tried[name] = None
+    convention = prepared.adapter.convention
+    if convention.mask_replaces_causality and "mask_replaces_causality" not in convention.given:
+        name = f"causality beside {prepared.adapter.roles['mask']}"
+        called.results.append(CaseResult(name, skipped=MASK_ALONE, untried=True))
     return called
 
 

@@ -51,6 +51,7 @@ class Convention:
     batched: Annotated[bool, "false: inputs are [n, d_model]"] = True
     batch_first: Annotated[bool | None, "false: inputs are [n, b, d_model]; by default the attribute batch_first, or true"] = None
     causal: Annotated[bool, "true: it is always causal"] = False
+    mask_replaces_causality: Annotated[bool, "true: in calls with a mask, an always causal one does what the mask says alone"] = False
     query_offset: Annotated[
         Literal["start", "end"] | None, "of an always causal one, if q != k: query i is at key i, or the last query at the last key"
     ] = None
@@ -92,7 +93,10 @@ class Convention:
         return any(isinstance(x, str) for x in (self.weights or {}).values())
 
 
-OF_MASKS = {"mask": ("mask_means", "mask_shape", "mask_dtype"), "padding": ("padding_means",)}  # role of the parameter -> its conventions
+OF_MASKS = {  # role of the parameter -> its conventions
+    "mask": ("mask_means", "mask_shape", "mask_dtype", "mask_replaces_causality"),
+    "padding": ("padding_means",),
+}
 
 
 def mask_conventions(role: str, convention: Convention) -> Iterator[Convention]:

@@ -1,7 +1,8 @@
 """Finds by calls what a mask of a candidate means, and its axes.
 
-A meaning under which the candidate agrees is right. A wrong candidate agrees under none; then a key that is blocked changes no output.
-Where a mistake hides that, too, each meaning that the candidate takes is left, and the number of mistakes decides (`comparison.py`).
+A meaning under which the candidate agrees is right; in one that is always causal, a mask may take the place of causality. A wrong candidate
+agrees under none; then a key that is blocked changes no output. Where a mistake hides that, too, each meaning that the candidate takes is
+left, and the number of mistakes decides (`comparison.py`).
 """
 
 from contextlib import suppress
@@ -27,7 +28,8 @@ def meanings_of_mask(trial: Trial, role: str, convention: Convention) -> list[tu
     if name is None or adapter.is_torch or {option, "mask_shape", "mask_dtype"} <= convention.given:
         return [(convention, "")]
     readings = _readings(trial, role, convention)
-    agreeing = next((x for x in readings if _agrees(trial, x, role)), None)
+    alone = [x.tried(mask_replaces_causality=True) for x in readings if role == "mask" and x.causal]
+    agreeing = next((x for x in (*readings, *alone) if _agrees(trial, x, role)), None)
     hiding = None if agreeing else next((x for x in readings if _hides(trial, x, role)), None)
     first = agreeing or hiding
     taken = [first] if first else []
@@ -36,7 +38,9 @@ def meanings_of_mask(trial: Trial, role: str, convention: Convention) -> list[tu
     by_meaning = {getattr(x, option): x for x in reversed(taken)}
     in_order = sorted(by_meaning.values(), key=taken.index)
     said = option in convention.given or mask_polarity(Convention(), name) is not None
-    return [(x, "" if said else _words(trial, role, x, name, found=first is not None)) for x in in_order]
+    found = [(x, "" if said else _words(trial, role, x, name, found=first is not None)) for x in in_order]
+    replaces = f"{name} takes the place of its causality"
+    return [(x, "; ".join(filter(None, (words, replaces if x in alone else "")))) for x, words in found]
 
 
 def _words(trial: Trial, role: str, convention: Convention, name: str, *, found: bool) -> str:

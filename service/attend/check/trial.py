@@ -30,6 +30,7 @@ ALL_AGREE = 5
 NOTHING_AGREES = 1
 LONGEST = 64  # rows that a class is constructed for until it is compared
 CHANGED = 1e-3  # of the largest number: by how much an output differs that depends on a key
+UNSEEN = 1e-12  # of a number: a change that float64 shows and float32 does not
 GUESSED = ("sizes", "arguments", "weights")  # options of which most values fit no candidate
 
 
@@ -58,7 +59,7 @@ class Trial:
     def short_cases(self, prepared: Candidate) -> Iterable[CheckCase]:
         """The short cases for a candidate, which are the same for all that they are drawn for alike."""
         draw = prepared.draw(self.seed)
-        key = id(draw.weights), draw.dtype, draw.causal, draw.at_end, *draw.inputs, *draw.masks_per_item
+        key = id(draw.weights), draw.dtype, draw.causal, draw.at_end, *draw.inputs, *draw.masks_per_item, None, *draw.masks_alone
         if key not in self.cases:
             self.cases[key] = Repeatable(prepared.draw_cases(self.seed, {"short"}))
         return self.cases[key]
@@ -89,6 +90,8 @@ class Trial:
                 return reading, None
             if best is None or agreeing > best[0]:
                 best = agreeing, reading
+        if best is not None and best[0] <= NOTHING_AGREES and self._computes_in_float32(best[1]):
+            return self.reading(convention.tried(dtype="float32"))
         if best is not None and best[0] <= NOTHING_AGREES and (asked := self._unsupported(convention, best[1])) is not None:
             raise asked
         if best is None or (best[0] == 0 and best[1].framework != convention.framework):
@@ -167,6 +170,18 @@ class Trial:
             is_causal = changed_rows(before, output(prepared, perturbed(case, -2, prepared)))[-1]
         limited = prepared.spec.positional and any(interval.right is not None for interval in prepared.spec.intervals)
         return convention if limited else convention.tried(causal=bool(is_causal))
+
+    def _computes_in_float32(self, convention: Convention) -> bool:
+        """Whether what is not a module takes float64 and has no further digits than float32: inputs that differ by less change nothing."""
+        prepared = self.prepare(convention)
+        if convention.dtype is not None or prepared.module is not None or prepared.adapter.dtype != "float64":
+            return False
+        case = next(iter(self.short_cases(prepared)))
+        moved = {name: getattr(case, name) * (1 + UNSEEN) for name in ("query", "key", "value")}
+        with suppress(CallFailed, ValueError):
+            before = output(prepared, case)
+            return bool(before.any()) and np.array_equal(before, output(prepared, replace(case, **moved)), equal_nan=True)
+        return False
 
     def _agreement(self, prepared: Candidate) -> int:
         """How much agrees: ALL_AGREE if all cases do that depend on no meaning of a mask; less if the first does, one less if the candidate
