@@ -13,10 +13,9 @@ from attend.attention.masks import PADDING, Masks, end_of_real_keys
 from attend.attention.operations import PackedAttention
 from attend.attention.operators.declarations import Interval
 from attend.axes import MASKS, OTHERS, TENSOR_FIELDS
-from attend.serving.casting import at_cache_line, finite_array, tensor_of
+from attend.serving.casting import all_true, at_cache_line, finite_array, tensor_of
 from attend.spec import LayerSpec
 from attend.tensors import BY_TORCH, Array
-from attend.wire.arrays import all_true
 from attend.wire.schemas.attend import AttendRequest
 
 FIRST_POSITIONS = torch.arange(4096)[None]

@@ -7,7 +7,7 @@ import torch
 
 from attend.errors import InvalidRequest
 from attend.tensors import BY_TORCH, Array
-from attend.wire.arrays import all_true, first_element
+from attend.wire.arrays import FEW_FLAGS, first_element
 
 ALIGNMENT = 64  # bytes, a cache line
 
@@ -40,6 +40,11 @@ def finite_array(name: str, array: Array, dtype: str, infinite: bool = False) ->
             at, got = first_element(array, wrong)
             raise InvalidRequest.where(f"/{name}{at}", f"a finite {dtype}", got)
     return numbers
+
+
+def all_true(flags: Array) -> bool:
+    """Whether all booleans are true: `all`, which takes longer to begin than to look at few bytes."""
+    return bool(flags.all()) if flags.size > FEW_FLAGS else 0 not in flags.tobytes()
 
 
 def tensor_of(array: Array) -> torch.Tensor:

@@ -20,11 +20,6 @@ MAX_EXACT_INTEGER = 2**53  # float64 represents every integer up to here
 FEW_FLAGS = 1 << 16  # their bytes are searched for a 0 sooner than `all` begins; to copy more would keep other threads from running
 
 
-def all_true(flags: Array) -> bool:
-    """Whether all booleans are true: `all`, which takes longer to begin than to look at few bytes."""
-    return bool(flags.all()) if flags.size > FEW_FLAGS else 0 not in flags.tobytes()
-
-
 def array_of_bytes(piece: memoryview | bytes, datatype: Datatype, shape: Sequence[int], at: str) -> Array:
     """A view of bytes of a body, or a copy if they are not aligned. Raises InvalidRequest if bytes of BOOL are not 0 or 1."""
     if datatype.kind == "bool":
@@ -122,7 +117,7 @@ def wire_array(name: str, array: Array, datatype: str, nonfinite: str) -> tuple[
         with np.errstate(over="ignore", invalid="ignore"):
             array = array.astype(wanted)
     finite = np.isfinite(array)
-    if finite.all() if finite.size > FEW_FLAGS else 0 not in finite.tobytes():  # as all_true, without a call
+    if finite.all() if finite.size > FEW_FLAGS else 0 not in finite.tobytes():
         return array, None
     if nonfinite == "error":
         wrong = ~finite
