@@ -8,6 +8,7 @@ import structlog
 from attend.errors import CallerGone
 from attend.serving.metrics import Metrics
 from attend.serving.requests import Request
+from attend.web.connections import STATUS_KEY
 from attend.web.error_replies import reply_to_error
 from attend.web.requests import Handler, HttpRequest
 from attend.web.telemetry import Telemetry
@@ -35,6 +36,7 @@ class AccessLog:
                 request.reason = "CallerGone"
             except Exception as error:
                 await reply_to_error(error, request)
+            request.status = request.scope.get(STATUS_KEY, request.status)
             if telemetry is not None and span is not None:
                 telemetry.end_request(span, request, time.monotonic() - started)
             metrics.count_request(request.label, request.status, request.received, request.sent)

@@ -59,8 +59,7 @@ log = structlog.get_logger("attend")
 LINGER_SECONDS = 5.0  # seconds for which bytes after a refused request are read and discarded
 CONNECTION_KEY = "attend.connection"  # the key of a connection in `state` of an ASGI scope
 OPTIONS_KEY = "attend.connection_options"  # the key of ConnectionOptions in the state of the application's lifespan
-REQUEST_KEY = "attend.request"  # the key of a request in its ASGI scope
-STATUS_KEY = "attend.status"  # the key of the status of a refusal that was sent before the application began the request
+STATUS_KEY = "attend.status"  # the key, in an ASGI scope, of the status of a refusal that the connection has sent
 SEND_BYTES = 256 * 1024  # bytes of a reply passed to the transport at a time
 TURN_BYTES = 4 * SEND_BYTES  # bytes of a reply sent before other tasks run: 0.2 ms of copying, where a turn itself takes 0.1 ms
 WRITE_BUFFER_BYTES = 64 * 1024  # high-water mark of the transport's write buffer, in bytes; asyncio's default for TLS is 512 KiB
@@ -290,15 +289,12 @@ class Connection(HttpToolsProtocol):
             self.metrics.count_failure(reason)
 
     def _count_refusal(self, status: int) -> None:
-        """Counts the refusal: in the request if the application has it, or will have it, and counts it; else here."""
-        scope: Any = None if self.cycle is None or self.cycle.response_complete or self._dropped else self.cycle.scope
-        if scope is None:
-            if self.metrics is not None:
-                self.metrics.count_request("other", status)
-        elif (request := scope.get(REQUEST_KEY)) is not None:
-            request.status = status
-        else:
+        """Counts the refusal, unless the application has the request, or will have it, and counts it with this status."""
+        if self.cycle is not None and not self.cycle.response_complete and not self._dropped:
+            scope: Any = self.cycle.scope
             scope[STATUS_KEY] = status
+        elif self.metrics is not None:
+            self.metrics.count_request("other", status)
 
     # Long replies
 

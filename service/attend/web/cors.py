@@ -1,13 +1,13 @@
 """Lets pages of other origins call: their preflight requests are answered, and replies say which origins may read them."""
 
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import Receive, Scope, Send
 
-from attend.web.connections import REQUEST_KEY
 from attend.web.requests import Handler, HttpRequest
 
+REQUEST_KEY = "attend.request"  # the key of the request in its ASGI scope
 EXPOSED_HEADERS = ("X-Request-Id", "Server-Timing", "Retry-After")  # to pages of other origins
 
 
@@ -18,8 +18,12 @@ class Cors:
         self.handle = handle
         self._app = CORSMiddleware(self._pass_on, origins, allow_methods=["*"], allow_headers=["*"], expose_headers=EXPOSED_HEADERS)
 
-    def __call__(self, request: HttpRequest) -> Awaitable[None]:
-        return self._app(request.scope, request.receive, request.send)
+    async def __call__(self, request: HttpRequest) -> None:
+        request.scope[REQUEST_KEY] = request
+        try:
+            await self._app(request.scope, request.receive, request.send)
+        finally:
+            del request.scope[REQUEST_KEY]  # without this cycle of references, the request is freed at once
 
     async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
         """A request that is no preflight request, with a `send` that adds headers."""

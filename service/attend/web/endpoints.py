@@ -32,7 +32,7 @@ from attend.errors import (
 )
 from attend.serving.requests import never
 from attend.serving.service import Service
-from attend.web.connections import CONNECTION_KEY, REQUEST_KEY, STATUS_KEY
+from attend.web.connections import CONNECTION_KEY
 from attend.web.error_replies import no_endpoint
 from attend.web.parameters import Parameters
 from attend.web.requests import OTHER, Endpoint, HttpRequest, valid_request_id
@@ -107,7 +107,7 @@ class EndpointTable:
         endpoint = endpoints.get("GET" if method == "HEAD" else method)
         label = endpoint.path if endpoint is not None else next(iter(endpoints.values())).path if endpoints else OTHER
         connection = scope["state"].get(CONNECTION_KEY) if "state" in scope else None
-        request = scope[REQUEST_KEY] = HttpRequest(
+        return HttpRequest(
             app=app,
             service=service,
             id=valid_request_id(headers[b"x-request-id"].decode("latin-1") if b"x-request-id" in headers else None),
@@ -125,9 +125,7 @@ class EndpointTable:
             address=scope["client"][0] if scope.get("client") else "",
             connection=connection,
             gone=never if connection is None else connection.is_lost,
-            status=scope.get(STATUS_KEY, 0),
         )
-        return request
 
     async def call(self, request: HttpRequest) -> None:
         """Sends the response of the endpoint of a request; without one, 404, 405 or 501.

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from attend import errors
 from attend.serving.faults import is_out_of_memory
 from attend.serving.requests import Request
+from attend.web.connections import STATUS_KEY
 from attend.web.errors import problem_document, retry_after, row_of, status_in
 from attend.web.http_parser import METHODS
 from attend.web.requests import HttpRequest, is_v2
@@ -25,9 +26,9 @@ MAX_COMPARED = 128  # characters of an unknown path that are compared with the k
 
 async def reply_to_error(error: Exception, request: HttpRequest) -> None:
     """Reply to an exception, and write its reason into the request. If another reply has begun already, that stays without its end, and
-    uvicorn closes the connection."""
+    uvicorn closes the connection. A request that the connection has refused gets no other reply."""
     response = _response_to(error, request)
-    if not request.status:
+    if not request.status and STATUS_KEY not in request.scope:
         await response(request.scope, request.receive, request.send)
 
 

@@ -3,7 +3,6 @@
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from attend.web.connections import REQUEST_KEY
 from attend.web.request_reader import lease_of
 from attend.web.requests import Handler, HttpRequest
 from attend.wire.codec import Buffer, Encoded
@@ -44,8 +43,7 @@ def around(handle: Handler) -> Handler:
             if connection is not None and request.sent > MAX_UNSPLIT_REPLY:
                 await connection.wait_until_sent()
         finally:
-            request.send = send  # without these two cycles of references, the request is freed at once, not at a garbage collection
-            request.scope.pop(REQUEST_KEY, None)
+            request.send = send  # without this cycle of references, the request is freed at once, not at a garbage collection
             if request.lease is not None:
                 request.lease.resize(0)
 

@@ -47,7 +47,7 @@ class HttpRequest(Request):
     path_parameters: Mapping[str, str]
     address: str  # the caller's, "" on a Unix socket
     connection: Connection | None  # None under another ASGI server
-    status: int = 0  # of the reply, once it has begun; replies.py
+    status: int = 0  # of the reply, once it has begun; replies.py, access_log.py
     received: int = 0  # bytes of the body; request_reader.py
     body_complete: bool = False  # whether the body has been read to its end; request_reader.py
     reply_headers: list[tuple[bytes, bytes]] = field(default_factory=list)  # added to the reply; access_log.py
