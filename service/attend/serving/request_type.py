@@ -147,8 +147,8 @@ class RequestType(Generic[R]):
         request, layer = prepared.body, prepared.layer
         batched, arrays = request.batched, {}
         for name, tensor in result.tensors.items():
-            tensor = tensor if batched else tensor[0]
-            arrays[name] = tensor.numpy() if tensor.dtype is torch.float32 else numpy_of(tensor)
+            array = tensor.numpy() if tensor.dtype is torch.float32 else numpy_of(tensor)
+            arrays[name] = array if batched else array[0]
         tensors: dict[str, Any] = {}
         for name in request.outputs:
             tensors[name] = arrays[name] if name in arrays else _parts(name, arrays)
