@@ -263,6 +263,20 @@ class WithSinks(Named):
         return self.o_proj(merge(weights @ v))
 
 
+class WithForgetGate(Named):
+    names = WithSinks.names
+
+    def __init__(self, d_model, num_heads):
+        super().__init__(d_model, num_heads)
+        self.forget_gate = nn.Linear(d_model, num_heads)
+
+    def forward(self, x):
+        sums = self.forget_gate(x).sigmoid().log().cumsum(1).mT
+        later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        bias = (sums[..., None] - sums[:, :, None]).masked_fill(later, -torch.inf)
+        return self.o_proj(merge(scaled_dot_product_attention(*self.heads(x), bias)))
+
+
 class WithNorms(Named):
     names = WithSinks.names
     norm = nn.LayerNorm
@@ -298,6 +312,7 @@ class NormsKeysOnly(WithNorms):
 
 RIGHT = {
     "sinks": (WithSinks, ["it has sinks"], []),
+    "a forget gate": (WithForgetGate, ["it has forget_gate"], []),
     "norms of queries and keys": (WithNorms, ["it has qk_norm"], []),
     "norms over all heads": (WithNormOfAll, ["it has qk_norm"], []),
     "RoPE on halves, in groups": (Grouped, ["it is always causal", "it has RoPE on halves with theta 10000"], []),

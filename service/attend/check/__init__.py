@@ -18,8 +18,10 @@ In the order in which to read it:
     disagreements.py         what is said of it
     report.py                what it found, and how that is written
     calls.py                 calls the candidate on every case, and compares the numbers
-    candidate.py, weights.py constructs a candidate and reads its weights
-    constructor.py           arguments for the constructor of a class
+    candidate.py             a candidate, and the cases that it is called on
+    preparation.py           makes it of a class, an instance or a function, which loading.py finds by name
+    constructor.py           constructs a class
+    weights.py               reads its weights
     adapter.py               calls a candidate
     called.py                the function that it is called by, and what its parameters mean
     arrays.py                arrays of its framework, and back to NumPy
@@ -53,10 +55,10 @@ In the order in which to read it:
 """
 
 from attend.check.calls import CaseResult
-from attend.check.candidate import NoSuchCandidate
 from attend.check.comparison import assert_agrees, compare
 from attend.check.computation import tolerance
 from attend.check.convention import Convention
+from attend.check.loading import NoSuchCandidate
 from attend.check.report import Comparison, Disagreement
 
 __all__ = ["CaseResult", "Comparison", "Convention", "Disagreement", "NoSuchCandidate", "assert_agrees", "compare", "tolerance"]

@@ -5,9 +5,9 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from attend.check.candidate import prepare
 from attend.check.disagreements import UNEXPLAINED, divergence_of
 from attend.check.families import most_common_of_each_kind, with_positions
+from attend.check.preparation import prepare
 from attend.check.report import Comparison
 from attend.check.tried import Tried
 

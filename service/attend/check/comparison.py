@@ -13,7 +13,7 @@ from attend.check.adapter import CallFailed, NoCache
 from attend.check.alignment import WORDS
 from attend.check.alternatives import alternatives, unexplained, with_fewest_mistakes
 from attend.check.calls import Calls, CaseResult, ComparedCase, Failure, call
-from attend.check.candidate import Candidate, load_candidate, prepare
+from attend.check.candidate import Candidate
 from attend.check.convention import make_convention
 from attend.check.disagreements import UNEXPLAINED, disagreement, divergence_of, explained
 from attend.check.divergence import first_wrong_step
@@ -21,7 +21,9 @@ from attend.check.explanation import Explanation
 from attend.check.families import layer_of
 from attend.check.gradients import compare_gradients, has_own_backward
 from attend.check.lengths import LONGEST
+from attend.check.loading import load_candidate
 from attend.check.low_precision import HALF
+from attend.check.preparation import prepare
 from attend.check.report import Comparison, Disagreement
 from attend.check.rounded_steps import rounded_steps
 from attend.check.signatures import FUNCTIONS, function_like, with_signature

@@ -1,4 +1,7 @@
-"""Arguments for the constructor of a class: sizes under the names that people give them, and objects that have them as attributes.
+"""Constructs a class: with sizes under the names that people give them, and objects that have them as attributes.
+
+In a torch module, a parameter whose numbers are all equal gets random ones added: zeros would hide a forgotten bias, ones a forgotten norm.
+So does a copy of another parameter, which would hide that one is used for the other.
 
 A parameter whose name says nothing is tried as each size that is still missing (trial.py). What a configuration is asked for by a name
 that says nothing raises AttributeError, or KeyError, as of one without it.
@@ -6,11 +9,15 @@ that says nothing raises AttributeError, or KeyError, as of one without it.
 
 import inspect
 import re
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from itertools import permutations
 from typing import Any
 
 from attend.check.convention import HEADS, Ambiguous, Convention, by_name
+from attend.check.weights import multi_head
 from attend.spec import LayerSpec
 
 NAMES = by_name(
@@ -152,3 +159,48 @@ def _configuration(annotation: Any, sizes: Mapping[str, Any]) -> Any:
         except TypeError:
             pass
     return Configuration(sizes, {})
+
+
+def constructed(cls: type, spec: LayerSpec | None, convention: Convention, seed: int, groups: bool) -> tuple[Any, Convention]:
+    """An instance, and the convention with the sizes it was constructed with.
+
+    Without a spec, and with `groups`, a class that has a number of heads of keys gets fewer of them than of queries, so that the order of
+    groups shows. Ambiguous: its constructor refuses all that is known to be tried.
+    """
+    heads = convention.num_heads or 3
+    sizes = spec or multi_head(convention.d_model, heads, num_kv_heads=heads if heads % 2 or not groups else heads // 2)
+    torch = sys.modules.get("torch")
+    makes_modules = torch is not None and issubclass(cls, torch.nn.Module)
+    arguments = constructor_arguments(inspect.signature(cls), convention, sizes, evaluates=makes_modules)
+    if torch is None or not makes_modules:
+        made = cls(**arguments)
+    else:
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(seed)
+            module = cls(**arguments)
+            _tell_parameters_apart([parameter for parameter in module.parameters() if not hasattr(parameter, "materialize")])
+            dtype = None if convention.dtype is None else getattr(torch, convention.dtype)
+            made = module.to(device=convention.device, dtype=dtype)
+    meanings = _sizes_constructed(arguments, convention, sizes)
+    if groups and spec is None and convention.num_heads is None and {"num_heads", "num_kv_heads"} <= meanings.keys():
+        with suppress(Exception):  # it may take as many alone
+            return constructed(cls, spec, replace(convention, d_model=2 * convention.d_model, num_heads=2 * heads), seed, groups)
+    return made, replace(convention, num_heads=convention.num_heads or meanings.get("num_heads"))
+
+
+def _sizes_constructed(arguments: Mapping[str, Any], convention: Convention, spec: LayerSpec) -> dict[str, Any]:
+    """The sizes that a constructor was given, by parameters or a configuration, by their meanings."""
+    meanings = {convention.sizes.get(name) or meaning_of(name) or "": value for name, value in arguments.items()}
+    asked = {meaning for value in arguments.values() if isinstance(value, Configuration) for meaning in value.asked.values()}
+    fields = {meaning_of(name) for value in arguments.values() for name in getattr(value, "__dataclass_fields__", ())}
+    return meanings | {meaning: getattr(spec, meaning) for meaning in ("num_heads", "num_kv_heads") if meaning in asked | fields}
+
+
+def _tell_parameters_apart(parameters: Sequence[Any]) -> None:
+    """Adds random numbers to parameters whose numbers are all equal, which hide mistakes, and to copies of earlier parameters, which hide
+    that one is used for the other."""
+    randn_like = sys.modules["torch"].randn_like
+    for i, parameter in enumerate(parameters):
+        is_copy = any(x.shape == parameter.shape and bool((x == parameter).all()) for x in parameters[:i])
+        if is_copy or bool((parameter == parameter.flatten()[:1]).all()):
+            parameter.add_(randn_like(parameter), alpha=0.3)

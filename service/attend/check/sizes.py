@@ -14,11 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from attend.check.candidate import Candidate, prepare
+from attend.check.candidate import Candidate
 from attend.check.cases import Lengths, lengths_for
 from attend.check.constructor import CONFIGURATION, meaning_of
 from attend.check.convention import Convention
 from attend.check.lengths import resized
+from attend.check.preparation import prepare
 from attend.spec import LayerSpec
 
 HEAD_COUNTS = (5, 7, 3, 4, 6, 8)  # of keys and values, those first that are likely to differ from all else

@@ -15,11 +15,12 @@ from typing import Any, get_args
 import numpy as np
 
 from attend.check.adapter import CallFailed
-from attend.check.candidate import OF_CALLS, Candidate, prepare
+from attend.check.candidate import OF_CALLS, Candidate
 from attend.check.cases import CheckCase, Repeatable
 from attend.check.computation import Computation, Expected
 from attend.check.convention import OF_MASKS, Ambiguous, Convention, Layout, mask_conventions
 from attend.check.families import with_positions
+from attend.check.preparation import prepare
 from attend.check.weights import names_speak_for
 from attend.spec import LayerSpec
 from attend.tensors import Array

@@ -12,6 +12,7 @@ from typing import Any, get_args
 import numpy as np
 
 from attend.check.convention import BARE, UNTYPED, WEIGHT_ROLES, Ambiguous, Convention, Fused, Orientation, parse_weight_name
+from attend.checkpoints.reader import FLAGS, WITH_WEIGHTS
 from attend.spec import LayerSpec
 from attend.spec_parts import PROJECTIONS
 from attend.tensors import Array
@@ -161,7 +162,7 @@ def _oriented(name: str, path: str, array: Array, orientation: str | None) -> Ar
 
 
 def plain_spec(found: Mapping[str, Array], heads: int, eps: float) -> LayerSpec:
-    """Multi-head attention with these weights, those of sinks and of norms with this eps among them.
+    """Multi-head attention with these weights, and what they alone show: norms, with this eps, sinks and the like.
 
     ValueError: no weight of queries, or heads that do not divide its width.
     """
@@ -178,7 +179,7 @@ def plain_spec(found: Mapping[str, Array], heads: int, eps: float) -> LayerSpec:
     if {"key", "value"} <= shapes.keys() and shapes["key"][0] % head_dim == 0:
         fields["num_kv_heads"] = kv_heads = shapes["key"][0] // head_dim
         fields["value_head_dim"] = max(1, shapes["value"][0] // kv_heads)
-    fields |= {"sinks": True} if "sinks" in found else {}
+    fields |= {field: True for field in FLAGS if WITH_WEIGHTS[field] in found}
     fields |= _norm_of_queries_and_keys(found, heads * head_dim, eps)
     if "output" not in shapes:
         fields["output_dim"] = heads * fields.get("value_head_dim", head_dim)
@@ -193,6 +194,13 @@ def _norm_of_queries_and_keys(found: Mapping[str, Array], width: int, eps: float
     bias = "query_norm.bias" in found
     own = {"over": "all" if weight.ndim == 1 else "head", "weights": "own"} if weight.size == width else {}
     return {"qk_norm": {"kind": "layer" if bias else "rms", "bias": bias, "eps": eps, **own}}
+
+
+def eps_of_norms(module: Any) -> float:
+    """The eps of a module's first norm; where none is known by a usual name, 1e-6, as most RMS norms have it."""
+    norms = () if module is None else (x for x in module.modules() if "norm" in type(x).__name__.lower())
+    found = (getattr(norm, name, None) for norm in norms for name in ("eps", "variance_epsilon", "epsilon"))
+    return next((float(x) for x in found if isinstance(x, int | float)), 1e-6)
 
 
 def multi_head(d_model: int, heads: int, **fields: Any) -> LayerSpec:

@@ -1,0 +1,43 @@
+"""Finds the object that a name stands for, in a module or a file."""
+
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+from operator import attrgetter
+from pathlib import Path
+from pkgutil import resolve_name
+from types import ModuleType
+from typing import Any
+
+
+class NoSuchCandidate(ValueError):
+    """A name of a wrong pattern, of a missing file, or of nothing in a module."""
+
+
+def load_candidate(name: str) -> Any:
+    """The object that `my_package.my_module:MyAttention` or `path/to/file.py:MyAttention` names. Raises NoSuchCandidate and ImportError."""
+    module, _, attribute = name.rpartition(":")
+    is_file = module.endswith(".py")
+    if not is_file and not all(part.isidentifier() for part in module.split(".")):
+        raise NoSuchCandidate(f"expected my_package.my_module:MyAttention or my_file.py:MyAttention, got {name!r}")
+    try:
+        return attrgetter(attribute)(_import_file(Path(module))) if is_file else resolve_name(name)
+    except AttributeError as error:
+        raise NoSuchCandidate(f"expected {name!r} to name something: {error}") from None
+
+
+def _import_file(path: Path) -> ModuleType:
+    """The module in this file, which is run once. It finds modules beside it, as a script does."""
+    name, folder = str(path.resolve()), str(path.resolve().parent)
+    if name not in sys.modules:
+        spec = spec_from_file_location(name, path)
+        if spec is None or spec.loader is None or not path.is_file():
+            raise NoSuchCandidate(f"there is no file {path}")
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
+        module = sys.modules[name] = module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]
