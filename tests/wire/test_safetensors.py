@@ -300,6 +300,7 @@ ATTACKS: list[tuple[str, bytes, type[AttendError], str]] = [
     ("bytes and no tensors", body({}, DATA), MalformedBody, ""),
     ("a bool of 2", body({"x": entry("BOOL", (8,), (0, 8))}, b"\0\1\0\1\0\1\2\0"), InvalidRequest, "/x"),
     ("a bool of 255", body({"x": entry("BOOL", (2, 1), (0, 2))}, b"\xff\0"), InvalidRequest, "/x"),
+    ("a bool of 2 after many others", body({"x": entry("BOOL", (70001,), (0, 70001))}, b"\1" * 70000 + b"\2"), InvalidRequest, "/x"),
     ("a name to be escaped", body({"a/b~": None}), MalformedBody, "/a~1b~0"),
     ("a name of half a pair", body(b'{"\\ud800": null}'), MalformedBody, ""),
 ]
@@ -328,6 +329,7 @@ def test_the_library_refuses_the_same_bodies_but_for_some_valid_ones() -> None:
         "a million axes",
         "a bool of 2",
         "a bool of 255",
+        "a bool of 2 after many others",
         "an entry with more",
         "a dtype that stands twice",
         "a tensor that stands twice",

@@ -17,7 +17,7 @@ from attend.wire.problems import describe_value
 
 MAX_RANK = 4
 MAX_EXACT_INTEGER = 2**53  # float64 represents every integer up to here
-FEW_FLAGS = 1 << 16  # their bytes are searched for a 0 sooner than `all` begins; to copy more would keep other threads from running
+FEW_FLAGS = 1 << 16  # their bytes are searched sooner than `all` and `any` begin; to copy more would keep other threads from running
 
 
 def array_of_bytes(piece: memoryview | bytes, datatype: Datatype, shape: Sequence[int], at: str) -> Array:
@@ -46,6 +46,8 @@ def array_of_base64(text: Any, shape: tuple[int, ...], dtype: np.dtype[Any], at:
 
 
 def _require_booleans(piece: memoryview | bytes | bytearray, at: str) -> None:
+    if len(piece) <= FEW_FLAGS and not bytes(piece).translate(None, delete=b"\0\1"):
+        return
     flags = np.frombuffer(piece, np.uint8)
     if (wrong := flags > 1).any():
         first = int(np.argmax(wrong))
