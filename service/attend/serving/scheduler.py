@@ -43,7 +43,6 @@ from attend.serving.threads import call_in_loop, lower_priority
 OVERHEAD_OPERATIONS = 1 << 20  # operations added to the cost of any call
 OVERDUE_FACTOR = 10  # a batch that takes longer than this many times its predicted seconds is overdue
 SWEEP_SHARE = 16  # the waiting calls are swept once for this share of their number of new calls
-INLINE_CLASS = size_class(0)  # the size class of calls that are computed inline
 UNHEALTHY_AFTER = 3  # after so many consecutive calls that ran out of memory, the device is unhealthy
 
 
@@ -132,7 +131,7 @@ class Scheduler:
             raise DeadlinePassed(TOO_LATE)
         self.metrics.count_batch(1)
         outcome = compute_alone(prepared, arrived, self.clock)
-        self._record(outcome, INLINE_CLASS)
+        self._record(outcome)
         try:
             if isinstance(outcome, AttendError):
                 raise outcome
@@ -270,20 +269,19 @@ class Scheduler:
         """Settle the calls of a batch that was computed or failed, and schedule the next one."""
         self._running = None
         for job, outcome in settled:
-            self._record(outcome, job.flow.size)
+            self._record(outcome)
+            if isinstance(outcome, Outcome) and outcome.is_counted:
+                self._throughput.observe(job.flow.size, outcome.operations, outcome.compute)
             job.settle(outcome)
         self._schedule_batch(loop)
 
-    def _record(self, outcome: Outcome | AttendError, size: int) -> None:
-        """Update the measured speed and the health of the device from a computed call of this size class. Calls that the event loop
-        computes while the device is busy do not show that the device works.
-        """
+    def _record(self, outcome: Outcome | AttendError) -> None:
+        """Update the health of the device from a computed call. Calls that the event loop computes while the device is busy do not show
+        that the device works."""
         self.out_of_memory = self.out_of_memory + 1 if isinstance(outcome, OutOfMemory) else 0
-        if isinstance(outcome, Outcome) and outcome.is_counted:
-            self._throughput.observe(size, outcome.operations, outcome.compute)
-            if self._running is None:
-                self.finished_at = self.clock()
-                self._finished.set()
+        if self._running is None and isinstance(outcome, Outcome):
+            self.finished_at = self.clock()
+            self._finished.set()
 
     def _remove(self, jobs: Sequence[Job], served: bool = False) -> None:
         """Remove jobs from the queue; charge them to their flows if they are served."""
