@@ -39,7 +39,6 @@ SIZES: dict[str, tuple[Any, ...]] = {  # module.NAME -> values; the last one is 
     "attend.web.slow_peers.CHECKED_AT_ONCE": (1, 200),
     "attend.web.connections.WRITE_BUFFER_BYTES": (100, 64 << 10),
     "attend.web.replies.MAX_UNSPLIT_REPLY": (0, 200, 64 << 10),
-    "attend.web.replies.MAX_JOINED_BYTES": (0, 64 << 10),
     "attend.web.request_reader.UNCHECKED_BYTES": (0, 64 << 10),
     "uvicorn.protocols.http.httptools_impl.HIGH_WATER_LIMIT": (100, 64 << 10),
     "simulation.network.HIGH_WATER": (100, 64 << 10),

@@ -10,8 +10,7 @@ from attend.wire.negotiation import SAFETENSORS
 
 CHANGES = ("PUT", "DELETE")  # methods
 NO_SNIFFING = (b"x-content-type-options", b"nosniff")
-MAX_UNSPLIT_REPLY = 64 * 1024  # bytes; larger replies are sent in pieces, and the request ends only when they have left the transport
-MAX_JOINED_BYTES = 64 * 1024  # replies up to this size, in bytes, are joined: copying costs less than several sends
+MAX_UNSPLIT_REPLY = 64 * 1024  # bytes; smaller replies are sent at once; the request of a larger one ends when it has left the transport
 MAX_DRAINED_BYTES = 64 << 20  # largest body of a refused request that is read and discarded
 
 
@@ -95,7 +94,7 @@ class PiecesResponse(Response):
         """`more`: headers beside those that describe the reply."""
         (headers, pieces), size = reply, sum(map(len, reply[1]))
         self.raw_headers = [*headers, *more, (b"content-length", b"%d" % size)]
-        self.unsent = list(pieces) if size > MAX_JOINED_BYTES else [b"".join(pieces)]
+        self.unsent = list(pieces) if size > MAX_UNSPLIT_REPLY else [b"".join(pieces)]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
