@@ -27,7 +27,8 @@ from attend.serving.service import Service, ServiceOptions, open_service
 from attend.serving.sessions import registry
 from attend.serving.sessions.ids import make_id, new_process
 from attend.serving.sessions.locks import lock_session
-from attend.serving.sessions.registry import Session, SessionRegistry
+from attend.serving.sessions.registry import SessionRegistry
+from attend.serving.sessions.session import Session
 from attend.serving.sessions.steps import STEP
 from attend.spec import LayerSpec
 from attend.wire.schemas.sessions import PostSession

@@ -95,7 +95,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "failed step keeps its rows": (LOCKS, "            session.cache.truncate(length)  # also", "            session.cache.length  # also"),
     "length not checked": (
-        SESSIONS,
+        "attend.serving.sessions.session",
         "if expected is not None and expected != self.length:",
         "if expected is not None and expected > self.length:",
     ),

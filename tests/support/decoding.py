@@ -23,7 +23,7 @@ from attend.serving.admission import Admission
 from attend.serving.casting import numpy_of
 from attend.serving.layers.registry import LayerRegistry, LoadedLayer
 from attend.serving.prepared import Prepared
-from attend.serving.sessions.registry import Session
+from attend.serving.sessions.session import Session
 from attend.serving.sessions.steps import STEP
 from attend.tensors import Array
 from attend.wire.codec import Decoded
@@ -43,7 +43,7 @@ class Sequence:
         self.weights = weights_of(case)
         self.layer = layer or REGISTRY.make("layer", case.spec, case.weights)
         self.pool = pool or PagePool(torch.device("cpu"))
-        self.session = Session("id", self.layer, KeyValueCache(case.spec, self.pool, "owner"), "owner", None, 300.0, 0.0, None)
+        self.session = Session("id", self.layer, KeyValueCache(case.spec, self.pool, "owner"), "owner", None, 300.0, 0.0)
         self.outputs = [name for name in compared_outputs(self.spec) if follows_from_cache(self.spec, name)]
         self.rows = {name: np.zeros((0, getattr(case.spec, f"{name}_dim"))) for name in ("key", "value") if self.has(name)}
         if not self.rows:

@@ -16,7 +16,8 @@ import tritonclient.grpc as triton
 from attend.serving.codec_pool import CodecPool
 from attend.serving.memory import default_limit
 from attend.serving.service import ServiceOptions
-from attend.serving.sessions.registry import Session, SessionRegistry
+from attend.serving.sessions.registry import SessionRegistry
+from attend.serving.sessions.session import Session
 from attend.settings import Settings
 from attend.web.app import create_app, service_options
 from attend.web.requests import HttpRequest

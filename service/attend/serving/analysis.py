@@ -18,7 +18,7 @@ from attend.serving.layer_checks import refuse_packed, require_masks_of_all_head
 from attend.serving.layers.registry import LoadedLayer
 from attend.serving.prepared import Prepared
 from attend.serving.request_type import RequestType
-from attend.serving.sessions.registry import Session
+from attend.serving.sessions.session import Session
 from attend.spec import LayerSpec
 from attend.tensors import BY_TORCH, DATATYPES, Array
 from attend.wire.codec import Decoded, Reply

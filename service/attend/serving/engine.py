@@ -28,8 +28,9 @@ from attend.serving.request_type import RequestType, refuse_fully_masked
 from attend.serving.requests import Request
 from attend.serving.scheduler import Scheduler
 from attend.serving.sessions.locks import lock_for_call
-from attend.serving.sessions.registry import Session, SessionRegistry
+from attend.serving.sessions.registry import SessionRegistry
 from attend.serving.sessions.rows import session_in_body
+from attend.serving.sessions.session import Session
 from attend.serving.sessions.steps import STEP, compute_step
 from attend.serving.shards import Shards
 from attend.serving.statistics import LayerStatistics
@@ -142,7 +143,7 @@ class Engine:
             if prepared.session is None:
                 outcome = await self.scheduler.submit(prepared, request)
             else:
-                outcome = await compute_step(self.scheduler, prepared, request, prepared.session)
+                outcome = await compute_step(self.scheduler, self.require_sessions(), prepared.session, prepared, request)
             computed_at = self.clock()
             if request_type.draws:
                 refuse_fully_masked(prepared, outcome.result)  # before it waits for other pictures

@@ -8,8 +8,8 @@ from attend.serving.analysis import ANALYSIS
 from attend.serving.engine import Engine
 from attend.serving.request_type import ATTEND, RequestType
 from attend.serving.requests import Request
-from attend.serving.sessions.registry import Session
 from attend.serving.sessions.rows import members_that_read, session_in_body
+from attend.serving.sessions.session import Session
 from attend.serving.sessions.steps import STEP
 from attend.tensors import DATATYPES
 from attend.wire.codec import Decoded

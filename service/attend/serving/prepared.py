@@ -12,7 +12,7 @@ from attend.axes import INPUTS
 from attend.serving.calls import call_tensors, given_arrays, input_tensors
 from attend.serving.cost import Cost
 from attend.serving.layers.registry import LoadedLayer
-from attend.serving.sessions.registry import Session
+from attend.serving.sessions.session import Session
 from attend.tensors import shape_alone
 from attend.wire.arrays import MAX_EXACT_INTEGER
 from attend.wire.schemas.attend import AttendRequest

@@ -25,8 +25,8 @@ from attend.serving.layers.registry import LoadedLayer
 from attend.serving.prepared import Prepared
 from attend.serving.prepared_cache import cache_key
 from attend.serving.requests import Request
-from attend.serving.sessions.registry import Session
 from attend.serving.sessions.rows import members_that_read, require_rows
+from attend.serving.sessions.session import Session
 from attend.spec import LayerSpec
 from attend.tensors import BY_TORCH
 from attend.wire.codec import MANY_PIECES, Decoded, Encoded, Reply, joined

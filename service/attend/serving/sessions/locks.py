@@ -6,7 +6,8 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from attend.errors import DeadlinePassed, InvalidRequest
 from attend.serving.requests import TOO_LATE, Request
-from attend.serving.sessions.registry import Session, SessionRegistry
+from attend.serving.sessions.registry import SessionRegistry
+from attend.serving.sessions.session import Session
 from attend.wire.codec import Decoded, SequencePart
 from attend.wire.problems import describe_value
 from attend.wire.schemas.sessions import PostSession

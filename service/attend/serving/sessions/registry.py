@@ -1,4 +1,4 @@
-"""A session, and the registry of the sessions of one process: their memory, their owners, and when they end.
+"""The registry of the sessions of one process: their memory, their owners, and when they end.
 
 A session belongs to the API key that created it; without keys, all belong to one owner. It ends when it is deleted or idle, when its layer
 is replaced or removed, or when its owner needs memory for another one: then the owner's least recently used session ends first. It never
@@ -7,22 +7,18 @@ ends because another owner needs memory; so with keys, no owner may take all of 
 
 import asyncio
 import time
-from bisect import bisect_left
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import islice
 from typing import Literal
 
-from attend.attention.cache import KeyValueCache, Page, PagePool, first_visible
+from attend.attention.cache import KeyValueCache, Page, PagePool
 from attend.errors import (
     InvalidRequest,
-    LengthMismatch,
     OutOfMemory,
     Overloaded,
     Problem,
-    SessionConflict,
     SessionEnded,
     SessionNotFound,
     WrongReplica,
@@ -33,12 +29,11 @@ from attend.serving.faults import error_of_batch
 from attend.serving.layers.registry import LayerRegistry, LoadedLayer
 from attend.serving.metrics import Metrics
 from attend.serving.sessions.ids import Process, make_id, process_of
-from attend.spec import LayerSpec
+from attend.serving.sessions.session import SequenceKey, Session
 from attend.wire.problems import describe_value
 from attend.wire.schemas.schema import LayerReference
 from attend.wire.schemas.sessions import PostSession, SessionInfo
 
-SequenceKey = tuple[str, str, str]  # owner, layer and id of a sequence of the Open Inference Protocol
 Reason = Literal["idle", "memory", "layer_replaced", "layer_removed", "deleted"]
 MEANINGS: dict[str, str] = {
     "idle": "it was idle for longer than its idle_seconds",
@@ -52,58 +47,6 @@ MAX_SESSIONS = 10_000  # of one process
 SESSIONS_AT_ONCE = 100  # sessions that are ended or examined before the event loop does other work; they take about a millisecond
 MAX_ENDED = 10_000  # ended sessions whose reasons are kept
 SWEEP_SECONDS = 1.0
-
-
-@dataclass(slots=True, eq=False)
-class Session:
-    """One sequence and the rows that its layer has projected. Calls to it run one after the other, in the order in which they arrive."""
-
-    id: str
-    layer: LoadedLayer
-    cache: KeyValueCache
-    owner: str
-    capacity: int | None
-    idle_seconds: float
-    used_at: float
-    registry: "SessionRegistry"
-    sequence: SequenceKey | None = None  # the sequence of the Open Inference Protocol that it is
-    calls: int = 0  # number of calls that use it or wait for it
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # of the call that uses it
-
-    @property
-    def length(self) -> int:
-        return self.cache.length
-
-    def require_length(self, expected: int | None) -> None:
-        """Raises LengthMismatch if the session has another number of rows."""
-        if expected is not None and expected != self.length:
-            problem = Problem("/expected_length", str(self.length), str(expected))
-            raise LengthMismatch(f"the length of the session is {self.length}, but expected_length is {expected}", [problem], self.length)
-
-    def require_finite_rows(self, spec: LayerSpec) -> None:
-        """Raises InvalidRequest if the projections of the rows of the last step overflow: no later step could use them."""
-        if not self.cache.finite:
-            expected = f"rows whose projected keys and values are finite in {spec.dtype}"
-            raise InvalidRequest.where("", expected, "some that overflow")
-
-    def truncate(self, length: int) -> None:
-        """Keep the first `length` rows. Raises InvalidRequest, or SessionConflict if rows that later queries need are freed."""
-        if length > self.length:
-            raise InvalidRequest.where("/length", f"at most {self.length}, the length of the session", str(length))
-        if length < self.length:
-            if length:
-                self.require_visible(length, "/length")
-            self.cache.truncate(length)
-
-    def require_visible(self, position: int, at: str) -> None:
-        """Raises SessionConflict if a query at this position sees rows that are freed."""
-        first, spec = self.cache.first, self.layer.spec
-        if first <= first_visible(spec, position):
-            return
-        lowest = bisect_left(range(self.length), first, key=lambda n: first_visible(spec, n))
-        raise SessionConflict.where(
-            at, f"at least {lowest}, since the first {first} rows are freed, which the layer's window or chunks hide", str(position)
-        )
 
 
 class _OwnedSessions:
@@ -187,7 +130,7 @@ class SessionRegistry:
         self.end(next(iter(unused.values())), "memory")
 
     def _add(self, layer: LoadedLayer, cache: KeyValueCache, capacity: int | None, idle_seconds: float) -> Session:
-        session = Session(make_id(self.process), layer, cache, cache.owner, capacity, idle_seconds, self.clock(), self)
+        session = Session(make_id(self.process), layer, cache, cache.owner, capacity, idle_seconds, self.clock())
         self._sessions[session.id] = session
         self._numbers.take(session.owner, 1)
         owned = self._owners.setdefault(session.owner, _OwnedSessions())

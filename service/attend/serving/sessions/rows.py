@@ -6,7 +6,7 @@ from typing import Any
 from attend.attention.call import Call
 from attend.axes import TENSOR_FIELDS
 from attend.errors import InvalidRequest, SessionConflict
-from attend.serving.sessions.registry import Session
+from attend.serving.sessions.session import Session
 from attend.wire.problems import describe_value
 from attend.wire.schemas.attend import AttendRequest
 

@@ -22,8 +22,9 @@ from attend.serving.prepared_cache import cache_key
 from attend.serving.request_type import RequestType
 from attend.serving.requests import Request
 from attend.serving.scheduler import Scheduler
-from attend.serving.sessions.registry import Session
+from attend.serving.sessions.registry import SessionRegistry
 from attend.serving.sessions.rows import KEY_ROWS, SEQUENCE_LENGTHS, given, of_session, require_rows
+from attend.serving.sessions.session import Session
 from attend.spec import LayerSpec
 from attend.wire.codec import Decoded
 from attend.wire.problems import unknown_field, validate
@@ -94,13 +95,13 @@ class StepRequestType(RequestType[AttendRequest]):
 STEP = StepRequestType(AttendRequest)  # POST /sessions/{id}/attend, and parts of sequences of the Open Inference Protocol
 
 
-async def compute_step(scheduler: Scheduler, prepared: Prepared, request: Request, session: Session) -> Outcome:
+async def compute_step(scheduler: Scheduler, sessions: SessionRegistry, session: Session, prepared: Prepared, request: Request) -> Outcome:
     """The outcome of a prepared step of this session. Raises what `Scheduler.submit` raises, OutOfMemory, and InvalidRequest for new rows
     that overflow."""
-    await session.registry.reserve(session.cache, prepared.call.masks.num_keys)
+    await sessions.reserve(session.cache, prepared.call.masks.num_keys)
     outcome = await scheduler.submit(prepared, request)
     session.require_finite_rows(prepared.layer.spec)
-    session.registry.metrics.count_step()
+    sessions.metrics.count_step()
     return outcome
 
 

@@ -13,7 +13,8 @@ from attend.serving.layers.registry import LoadedLayer
 from attend.serving.requests import Request
 from attend.serving.service import Service
 from attend.serving.sessions.locks import lock_session
-from attend.serving.sessions.registry import Session, SessionRegistry
+from attend.serving.sessions.registry import SessionRegistry
+from attend.serving.sessions.session import Session
 from attend.wire.codec import Buffer
 from attend.wire.compression import unpack_start
 from attend.wire.negotiation import FILE_CODEC, SAFETENSORS
