@@ -130,7 +130,7 @@ LENGTHS = {
     "query_lengths": TensorField("sequences", kind="count", packed=True),
     "key_lengths": TensorField("sequences", kind="count", needs="query_lengths", packed=True),
 }
-OTHERS = {  # of `Call.given`
+OPTIONAL_INPUTS = {  # beside masks
     "positions": TensorField(
         "b,q b,q,axes",
         "b",
@@ -160,10 +160,10 @@ OTHERS = {  # of `Call.given`
     "output_gradient": TensorField("b,q,output_dim", needs="outputs", packed=True, stacked=False),
 }
 OF_ANALYSES = {"direction": TensorField("b,q,output_dim")}
-TENSOR_FIELDS: Mapping[str, TensorField] = INPUTS | MASKS | LENGTHS | OTHERS | OF_ANALYSES
-CALL_TENSORS = {field.tensor or name: field for name, field in OTHERS.items()}  # by their names in `Call.given`
+TENSOR_FIELDS: Mapping[str, TensorField] = INPUTS | MASKS | LENGTHS | OPTIONAL_INPUTS | OF_ANALYSES
+CALL_TENSORS = {field.tensor or name: field for name, field in OPTIONAL_INPUTS.items()}  # by their names in `Call.optional_inputs`
 PROGRAM_TENSORS = {name: field for name, field in CALL_TENSORS.items() if field.value}
-FEATURES = {field.value: name for name, field in PROGRAM_TENSORS.items() if field.adds_step}  # feature -> tensor in `Call.given`
+FEATURES = {field.value: name for name, field in PROGRAM_TENSORS.items() if field.adds_step}  # feature -> tensor in `Call.optional_inputs`
 
 GRADIENTS: Mapping[str, str] = {  # outputs that are no value of a program -> their axes
     "query_gradient": "b,q,query_dim",

@@ -79,7 +79,7 @@ class Call:
     key: Tensor  # [b, k, key_dim]; in self-attention the query
     value: Tensor  # [b, k, value_dim]
     masks: Masks
-    given: Mapping[str, Tensor] = field(default_factory=dict)  # its other tensors, as the rows of CALL_TENSORS say
+    optional_inputs: Mapping[str, Tensor] = field(default_factory=dict)  # its other tensors, as the rows of CALL_TENSORS say
     cached: Mapping[str, Tensor] | None = None  # values of the program that a cache keeps, of all its rows
 
     def with_options(self, **changes: Any) -> "Call":
@@ -89,7 +89,7 @@ class Call:
     @property
     def coordinates(self) -> tuple[Tensor, Tensor]:
         """Those of queries [b|1, q] and of keys [b|1, k], or [..., axes], by which RoPE rotates them."""
-        queries, keys = self.given.get("query_coordinates"), self.given.get("key_coordinates")
+        queries, keys = self.optional_inputs.get("query_coordinates"), self.optional_inputs.get("key_coordinates")
         indices = torch.arange(self.key.shape[1], device=self.key.device)[None] if keys is None else keys
         return self.masks.positions if queries is None else queries, indices
 
@@ -103,7 +103,7 @@ class Call:
             "intervals": masks.has_intervals and not masks.has_sets and not masks.only_causal,
             "bias": masks.bias is not None,
         }
-        tensors = [name for name, tensor in FEATURES.items() if tensor in self.given]
+        tensors = [name for name, tensor in FEATURES.items() if tensor in self.optional_inputs]
         return self.options.features.union([name for name, value in present.items() if value], tensors)
 
     def without_padding(self) -> "Call":
@@ -111,16 +111,16 @@ class Call:
         keys = self.masks.shared_keys()
         if keys is None or self.cached is not None or self.features - {"intervals", "softcap", "head_scale", "other_heads", "values"}:
             return self
-        given = {name: tensor[:, keys] if name == "key_coordinates" else tensor for name, tensor in self.given.items()}
+        optional_inputs = {name: tensor[:, keys] if name == "key_coordinates" else tensor for name, tensor in self.optional_inputs.items()}
         key, value = self.key[:, keys], self.value[:, keys]
         masks = self.masks._replace(num_keys=keys.stop, lengths=None)
-        short = replace(self, key=key, value=key if self.options.keys_as_values else value, given=given, masks=masks)
+        short = replace(self, key=key, value=key if self.options.keys_as_values else value, optional_inputs=optional_inputs, masks=masks)
         return short.with_options(num_keys=keys.stop, self_attention=False)
 
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor of the call."""
         every = (
-            *(self.query, self.key, self.value, *self.given.values()),
+            *(self.query, self.key, self.value, *self.optional_inputs.values()),
             *(getattr(self.masks, name) for name in MASK_TENSORS),
         )
         return (tensor for tensor in every if tensor is not None)
@@ -131,8 +131,8 @@ class Call:
             return self
         inputs = self.options.inputs(lambda name: getattr(self, name).to(device))
         moved = {name: tensor.to(device) for name in MASK_TENSORS if (tensor := getattr(self.masks, name)) is not None}
-        given = {name: tensor.to(device) for name, tensor in self.given.items()}
-        return replace(self, **inputs, masks=self.masks._replace(**moved), given=given)
+        optional_inputs = {name: tensor.to(device) for name, tensor in self.optional_inputs.items()}
+        return replace(self, **inputs, masks=self.masks._replace(**moved), optional_inputs=optional_inputs)
 
 
 @dataclass(frozen=True, slots=True)

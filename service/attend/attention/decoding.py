@@ -46,7 +46,8 @@ class CachedForwardPass(Operation):
         """Calls with equal numbers of rows, whose rows are projected together."""
         if call.options.reproducible:
             return None
-        coordinates = [call.given[name].shape if name in call.given else None for name in ("query_coordinates", "key_coordinates")]
+        inputs = call.optional_inputs
+        coordinates = [inputs[name].shape if name in inputs else None for name in ("query_coordinates", "key_coordinates")]
         options = call.options
         return options.num_queries, call.key.shape[1], options.self_attention, options.keys_as_values, *coordinates
 
@@ -126,13 +127,13 @@ def _stack_new_rows(passes: Sequence[tuple[CachedForwardPass, Call]]) -> Call:
     first, count = calls[0], calls[0].key.shape[1]
     inputs = first.options.inputs(lambda name: _stacked([getattr(call, name) for call in calls]))
     indices = torch.arange(count, dtype=torch.float64, device=first.key.device)[None]
-    queries = [call.given["query_coordinates"] for call in calls if "query_coordinates" in call.given]
-    keys = [call.given.get("key_coordinates", one.start + indices) for one, call in passes]
+    queries = [call.optional_inputs["query_coordinates"] for call in calls if "query_coordinates" in call.optional_inputs]
+    keys = [call.optional_inputs.get("key_coordinates", one.start + indices) for one, call in passes]
     return Call(
         replace(first.options, items=len(passes), num_keys=count),
         **inputs,
         masks=Masks(_stacked([call.masks.positions for call in calls]), count),
-        given={"key_coordinates": _stacked(keys), **({"query_coordinates": _stacked(queries)} if queries else {})},
+        optional_inputs={"key_coordinates": _stacked(keys), **({"query_coordinates": _stacked(queries)} if queries else {})},
     )
 
 

@@ -55,7 +55,7 @@ class MultiHeadAttention:
         if short and short.computes(call) and short.is_short(call) and (result := short.compute(call)) is not None:
             return result
         with torch.inference_mode():
-            if "output_gradient" not in call.given:
+            if "output_gradient" not in call.optional_inputs:
                 return self.attend(call)
             result = self.attend(call, exact=True)
             return replace(result, tensors=result.tensors | self._gradients(call))
@@ -142,7 +142,7 @@ class MultiHeadAttention:
             "bias": masks.bias,
             "scale": options.scale,
             "softcap": options.softcap,
-            **{field.value: call.given.get(name) for name, field in PROGRAM_TENSORS.items()},
+            **{field.value: call.optional_inputs.get(name) for name, field in PROGRAM_TENSORS.items()},
             "kept_share": None if options.dropout is None else 1 - options.dropout[0],
             **(call.cached or {}),
         }
@@ -220,7 +220,8 @@ class MultiHeadAttention:
             )
             output = self.attend(separate, exact=True).tensors["output"]
             if output.requires_grad:
-                gradients = torch.autograd.grad(output, inputs, call.given["output_gradient"].to(output.dtype), materialize_grads=True)
+                output_gradient = call.optional_inputs["output_gradient"].to(output.dtype)
+                gradients = torch.autograd.grad(output, inputs, output_gradient, materialize_grads=True)
             else:
                 gradients = tuple(map(torch.zeros_like, inputs))
         named = zip(GRADIENTS, gradients, strict=True)

@@ -126,17 +126,17 @@ class PackedAttention(Operation):
             return torch.cat([tensor[:, start[side] : start[side] + n] for start in starts])
 
         inputs = call.options.inputs(lambda name: rows(call.query, 0, q) if name == "query" else rows(getattr(call, name), 1, k))
-        given = dict(call.given)
-        for name, tensor in call.given.items():
+        optional_inputs = dict(call.optional_inputs)
+        for name, tensor in call.optional_inputs.items():
             field = CALL_TENSORS[name]
             if "q" in field or "k" in field:
-                given[name] = rows(tensor, 0, q) if "q" in field else rows(tensor, 1, k)
+                optional_inputs[name] = rows(tensor, 0, q) if "q" in field else rows(tensor, 1, k)
         return replace(
             call,
             options=replace(call.options, items=len(starts), num_queries=q, num_keys=k),
             **inputs,
             masks=self.masks[q, k],
-            given=given,
+            optional_inputs=optional_inputs,
         )
 
     def to(self, device: torch.device) -> Self:

@@ -23,11 +23,11 @@ def stacking_key(call: Call) -> tuple[Any, ...] | None:
     if options.reproducible or options.dropout is not None:
         return None
     for name in NOT_STACKED:
-        if name in call.given:
+        if name in call.optional_inputs:
             return None
     return (
         replace(options, items=1),
-        tuple(call.given[name].shape[1:] if name in call.given else None for name in CALL_TENSORS),
+        tuple(call.optional_inputs[name].shape[1:] if name in call.optional_inputs else None for name in CALL_TENSORS),
         tuple(None if (tensor := getattr(masks, name)) is None else tensor.shape[1:] for name in MASK_TENSORS),
         masks.left,
         masks.right,
@@ -43,13 +43,15 @@ def stack(calls: Sequence[Call]) -> Call:
     first, sizes = calls[0], [call.options.items for call in calls]
     inputs = first.options.inputs(lambda name: torch.cat([getattr(call, name) for call in calls]))
     masks: dict[str, Any] = {name: _stacked([getattr(call.masks, name) for call in calls], sizes) for name in MASK_TENSORS}
-    given: dict[str, Any] = {name: _stacked([call.given[name] for call in calls], sizes) for name in first.given}
+    optional_inputs: dict[str, Any] = {
+        name: _stacked([call.optional_inputs[name] for call in calls], sizes) for name in first.optional_inputs
+    }
     return replace(
         first,
         options=replace(first.options, items=sum(sizes)),
         **inputs,
         masks=first.masks._replace(**masks, bias_blocks=any(call.masks.bias_blocks for call in calls)),
-        given=given,
+        optional_inputs=optional_inputs,
     )
 
 

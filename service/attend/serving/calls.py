@@ -12,7 +12,7 @@ from attend.attention.call import Call, CallOptions
 from attend.attention.masks import PADDING, Masks, end_of_real_keys
 from attend.attention.operations import PackedAttention
 from attend.attention.operators.declarations import Interval
-from attend.axes import MASKS, OTHERS, TENSOR_FIELDS
+from attend.axes import MASKS, OPTIONAL_INPUTS, TENSOR_FIELDS
 from attend.serving.casting import all_true, at_cache_line, finite_array, tensor_of
 from attend.spec import LayerSpec
 from attend.tensors import BY_TORCH, Array
@@ -58,7 +58,7 @@ def make_call(request: AttendRequest, spec: LayerSpec) -> Call:
     if request.key_positions is None and request.positions is not None:
         others["key_coordinates"] = others["query_coordinates"] if request.has_keys else others["query_coordinates"][:, :0]
     masks = _masks(request, spec, options.items, options.num_queries, options.num_keys, of_masks)
-    return Call(options=options, query=query, key=key, value=value, masks=masks, given=others)
+    return Call(options=options, query=query, key=key, value=value, masks=masks, optional_inputs=others)
 
 
 def no_rows(query: torch.Tensor, spec: LayerSpec) -> tuple[torch.Tensor, torch.Tensor]:
@@ -121,8 +121,8 @@ def call_tensors(arrays: Mapping[str, Array], batched: bool, spec: LayerSpec, re
     others: dict[str, Any] = {}
     masks: dict[str, Any] = {}
     for name, array in arrays.items():
-        if name in OTHERS:
-            others[OTHERS[name].tensor or name] = field_tensor(name, array, batched, spec, reproducible)
+        if name in OPTIONAL_INPUTS:
+            others[OPTIONAL_INPUTS[name].tensor or name] = field_tensor(name, array, batched, spec, reproducible)
         elif name in MASKS:
             masks |= dict.fromkeys((MASKS[name].tensor or name).split(), field_tensor(name, array, batched, spec, reproducible))
     if (segments := masks.get("key_segments")) is not None:

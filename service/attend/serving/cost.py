@@ -64,10 +64,10 @@ def _sum_of_sequences(costs: Sequence[Cost], spec: LayerSpec) -> Cost:
     for name, shape in costs[0].outputs.items():
         shapes = [cost.outputs[name] for cost in costs]
         if spec.every_output[name].by_sequence:
-            outputs |= {f"{name}.{i}": own for i, own in enumerate(shapes)}
+            outputs |= {f"{name}.{i}": one for i, one in enumerate(shapes)}
         else:
             rows = spec.every_output[name].row_axis
-            outputs[name] = (*shape[:rows], sum(own[rows] for own in shapes), *shape[len(shape) + rows + 1 :])
+            outputs[name] = (*shape[:rows], sum(one[rows] for one in shapes), *shape[len(shape) + rows + 1 :])
     totals = {name: sum(getattr(cost, name) for cost in costs) for name in SUMMED_FIELDS}
     return Cost(outputs, **{**totals, "operations": totals["operations"] + len(costs) * OPERATIONS_PER_SEQUENCE})
 

@@ -110,11 +110,11 @@ class FigureRequestType(RequestType[FigureRequest]):
 FIGURE = FigureRequestType(FigureRequest)  # POST /attend/figure
 
 
-def figure_spec(request: FigureRequest, layer: LayerSpec) -> FigureSpec:
+def figure_spec(request: FigureRequest, layer_spec: LayerSpec) -> FigureSpec:
     """The picture of a request that `FigureRequestType` has validated."""
     options = request.figure
     assert options.format is not None
-    heads = options.heads or ([0] if options.kind == "head" else range(layer.num_heads))
+    heads = options.heads or ([0] if options.kind == "head" else range(layer_spec.num_heads))
     kept, tokens = {side: request.drawn_positions(side) for side in SIDES}, {side: request.item_tokens(side) for side in SIDES}
     labels = {side: tokens[side] if (at := kept[side]) is None else tuple(tokens[side][i] for i in at) for side in SIDES}
     return FigureSpec(
@@ -129,7 +129,7 @@ def figure_spec(request: FigureRequest, layer: LayerSpec) -> FigureSpec:
         key_positions=kept["key"],
         omitted=tuple(sorted({*tokens["query"], *tokens["key"]} - {*labels["query"], *labels["key"]})),
         pool=options.pool or "mean",
-        signed=request.has_signed_weights(layer),
+        signed=request.has_signed_weights(layer_spec),
         title=options.title,
         maximum=options.maximum,
         logarithmic=options.scale == "log",

@@ -84,8 +84,8 @@ class RequestType(Generic[R]):
         """
         members = members_that_read(session, decoded.members)
         prepared = self.prepare(decoded._replace(members=members), session.layer, admission, Past(session.length, appends=False))
-        given = {name: tensor for name, tensor in prepared.call.given.items() if name != "key_coordinates"}
-        call = replace(prepared.call, given=given)
+        optional_inputs = {name: tensor for name, tensor in prepared.call.optional_inputs.items() if name != "key_coordinates"}
+        call = replace(prepared.call, optional_inputs=optional_inputs)
         require_rows(session, call)
         return prepared._replace(call=call, operation=CachedOperation(session.cache, prepared.operation))
 

@@ -55,8 +55,8 @@ def may_amplify_rounding(spec: LayerSpec, deviation: float, call: Call, largest_
 
 def _largest_factor(spec: LayerSpec, call: Call) -> float:
     """How much the tensors of a call from which scores are computed may enlarge them, beside its inputs and its bias."""
-    given = {field.value: call.given[name] for name, field in PROGRAM_TENSORS.items() if name in call.given}
-    if not given:
+    factors = {field.value: call.optional_inputs[name] for name, field in PROGRAM_TENSORS.items() if name in call.optional_inputs}
+    if not factors:
         return 1.0
     read = {name for step in needed(program_of(spec, call.features), ("scores",)) for name in step.reads}
-    return math.prod(max(1.0, float(tensor.abs().max())) for name, tensor in given.items() if name in read and tensor.numel())
+    return math.prod(max(1.0, float(tensor.abs().max())) for name, tensor in factors.items() if name in read and tensor.numel())

@@ -145,7 +145,7 @@ class Scheduler:
             return False
         # a reproducible call may wait for the one thread that computes such calls, and the first gradient loads modules of torch
         call = prepared.call
-        return call is None or not (call.options.reproducible or "output_gradient" in call.given)
+        return call is None or not (call.options.reproducible or "output_gradient" in call.optional_inputs)
 
     async def wait_for_progress(self, seconds: float) -> bool:
         """Wait until the device finishes something, at most `seconds`. Returns whether it did."""

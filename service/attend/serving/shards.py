@@ -47,11 +47,11 @@ def split_call(call: Call, shards: int) -> list[Call]:
         key = call.key[:, first:end].clone()  # a copy: sending a view would send all of the memory under it
         value = key if options.keys_as_values else call.value[:, first:end].clone()
         masks = _key_range(call.masks, first, end)
-        given = {name: tensor for name, tensor in call.given.items() if name not in AFTER_PARTS}
-        if "key_coordinates" in given:
-            given["key_coordinates"] = given["key_coordinates"][:, first:end].clone()
+        optional_inputs = {name: tensor for name, tensor in call.optional_inputs.items() if name not in AFTER_PARTS}
+        if "key_coordinates" in optional_inputs:
+            optional_inputs["key_coordinates"] = optional_inputs["key_coordinates"][:, first:end].clone()
         part = replace(options_of_parts, num_keys=end - first)
-        parts.append(replace(call, options=part, key=key, value=value, given=given, masks=masks))
+        parts.append(replace(call, options=part, key=key, value=value, optional_inputs=optional_inputs, masks=masks))
     return parts
 
 

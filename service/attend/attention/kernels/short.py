@@ -104,7 +104,7 @@ class ShortKernel:
 
 def has_masks(call: Call) -> bool:
     """Whether masks, a bias or factors of heads change what is computed: the same for calls with equal options and kinds of masks."""
-    return call.masks.has_any or call.masks.bias is not None or "head_scale" in call.given
+    return call.masks.has_any or call.masks.bias is not None or "head_scale" in call.optional_inputs
 
 
 def _masks(call: Call, fully_masked: Array) -> tuple[Any, ...]:
@@ -113,7 +113,7 @@ def _masks(call: Call, fully_masked: Array) -> tuple[Any, ...]:
     left, right = UNBOUNDED if masks.left is None else masks.left, UNBOUNDED if masks.right is None else masks.right
     positions = None if left == right == UNBOUNDED and masks.chunk is None else masks.positions
     tensors = (positions, masks.lengths, masks.attend_mask, masks.attend_keys, masks.query_segments, masks.key_segments)
-    arrays = [None if tensor is None else tensor.numpy() for tensor in (*tensors, masks.bias, call.given.get("head_scale"))]
+    arrays = [None if tensor is None else tensor.numpy() for tensor in (*tensors, masks.bias, call.optional_inputs.get("head_scale"))]
     return fully_masked, left, right, masks.chunk or 0, *arrays
 
 

@@ -88,7 +88,7 @@ class _MetricsComputation:
     def value_norms(self) -> Tensor:
         groups = self.layer.spec.num_heads // self.layer.spec.num_kv_heads
         norms = value_norms(self.projected[2], self.output_weight, groups, self.real)
-        return norms * self.call.given["head_scale"][..., 0].abs() if "head_scale" in self.call.given else norms
+        return norms * self.call.optional_inputs["head_scale"][..., 0].abs() if "head_scale" in self.call.optional_inputs else norms
 
     def weight_metrics(self) -> dict[str, Tensor]:
         """All metrics of weights, in one pass over the query rows."""

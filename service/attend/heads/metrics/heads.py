@@ -99,8 +99,9 @@ def as_single_head(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tup
     h, groups = query.shape[1], query.shape[1] // key.shape[1]
     wide = (query, key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1))
     query, key, value = (x.transpose(1, 2).flatten(2)[:, None] for x in wide)
-    given = {name: tensor for name, tensor in call.given.items() if "h" not in CALL_TENSORS[name]}  # it has none of many heads
-    return replace(call, given=given).with_options(scale=call.options.scale / h**0.5), query, key, value
+    # it has none of many heads
+    optional_inputs = {name: tensor for name, tensor in call.optional_inputs.items() if "h" not in CALL_TENSORS[name]}
+    return replace(call, optional_inputs=optional_inputs).with_options(scale=call.options.scale / h**0.5), query, key, value
 
 
 class SingleHead:

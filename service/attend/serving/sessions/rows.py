@@ -17,11 +17,11 @@ NULLABLE_FIELDS = {name for name, field in AttendRequest.model_fields.items() if
 
 def members_that_read(session: Session, members: Mapping[str, Any]) -> dict[str, Any]:
     """The members of a request that names a session in place of keys, without its name. Raises InvalidRequest."""
-    own = {name: value for name, value in given(members).items() if name != "session"}
+    others = {name: value for name, value in present_members(members).items() if name != "session"}
     for name in ("layer", *KEY_ROWS, *SEQUENCE_LENGTHS):
-        if name in own:
+        if name in others:
             raise InvalidRequest.where(f"/{name}", f"no {name} beside session", name)
-    return of_session(session, own)
+    return with_session_defaults(session, others)
 
 
 def session_in_body(members: Mapping[str, Any]) -> str | None:
@@ -32,13 +32,13 @@ def session_in_body(members: Mapping[str, Any]) -> str | None:
     return name
 
 
-def of_session(session: Session, members: Mapping[str, Any]) -> dict[str, Any]:
+def with_session_defaults(session: Session, members: Mapping[str, Any]) -> dict[str, Any]:
     """The members of a request to a session, with its layer, and by default the next position."""
     return {"query_offset": session.length, **members, "layer": session.layer.name}
 
 
-def given(members: Mapping[str, Any]) -> dict[str, Any]:
-    """The members that are given: null means for most fields that they are left out."""
+def present_members(members: Mapping[str, Any]) -> dict[str, Any]:
+    """The members that a request has: null means for most fields that they are left out."""
     return {name: value for name, value in members.items() if value is not None or name not in NULLABLE_FIELDS}
 
 
@@ -51,8 +51,8 @@ def require_rows(session: Session, call: Call) -> None:
     if call.options.fully_masked == "uniform" and session.layer.attention.fully_masked(call) is not None:
         expected = "zero or error, since a query without any key would average rows that the layer's window has freed"
         raise SessionConflict.where("/fully_masked", expected, "uniform")
-    if (pattern := call.given.get("pattern")) is not None:
-        freed, rows = pattern[..., : session.cache.first], call.given.get("pattern_rows")
+    if (pattern := call.optional_inputs.get("pattern")) is not None:
+        freed, rows = pattern[..., : session.cache.first], call.optional_inputs.get("pattern_rows")
         if (freed if rows is None else freed * rows).any():
             expected = f"weights of 0 for the first {session.cache.first} rows, which the layer's window has freed"
             raise SessionConflict.where("/pattern", expected, "others")

@@ -11,7 +11,7 @@ from attend.attention.cache import cached_tensors, follows_from_cache
 from attend.attention.call import Call
 from attend.attention.decoding import CachedForwardPass
 from attend.attention.masks import Masks
-from attend.axes import GRADIENTS, MASKS, OTHERS
+from attend.axes import GRADIENTS, MASKS, OPTIONAL_INPUTS
 from attend.errors import InvalidRequest, TooLarge, pointer
 from attend.serving.admission import Admission
 from attend.serving.calls import call_options, input_tensors, make_call, no_rows
@@ -23,7 +23,7 @@ from attend.serving.request_type import RequestType
 from attend.serving.requests import Request
 from attend.serving.scheduler import Scheduler
 from attend.serving.sessions.registry import SessionRegistry
-from attend.serving.sessions.rows import KEY_ROWS, SEQUENCE_LENGTHS, given, of_session, require_rows
+from attend.serving.sessions.rows import KEY_ROWS, SEQUENCE_LENGTHS, present_members, require_rows, with_session_defaults
 from attend.serving.sessions.session import Session
 from attend.spec import LayerSpec
 from attend.wire.codec import Decoded
@@ -31,7 +31,7 @@ from attend.wire.problems import unknown_field, validate
 from attend.wire.schemas.attend import AttendRequest, Past
 from attend.wire.schemas.sessions import SessionAttendRequest, StepOptions
 
-MASKS_AND_OTHERS = (*MASKS, *OTHERS)
+MASKS_AND_OPTIONAL_INPUTS = (*MASKS, *OPTIONAL_INPUTS)
 LENGTH_FIELDS = ("query_offset", "tokens")  # fields whose validity depends on the session's length
 
 
@@ -45,7 +45,7 @@ class StepRequestType(RequestType[AttendRequest]):
 
         Raises InvalidRequest, LengthMismatch, SessionConflict, or TooLarge for a cost or length beyond the limits.
         """
-        layer, spec, members = session.layer, session.layer.spec, given(decoded.members)
+        layer, spec, members = session.layer, session.layer.spec, present_members(decoded.members)
         if decoded.sequence is not None:
             del members["layer"]  # the model of the sequence, which is the layer of the session
         step = _options(members, session)
@@ -53,7 +53,7 @@ class StepRequestType(RequestType[AttendRequest]):
         cached = None if key is None else layer.prepared.get(key)
         if cached is None:
             _refuse_unknown(members)
-            request = self.validated(Decoded(of_session(session, members)), spec, Past(session.length, step.append))
+            request = self.validated(Decoded(with_session_defaults(session, members)), spec, Past(session.length, step.append))
             stop, options = request.num_keys, call_options(request, spec)
         else:
             request, stop = cached.body, session.length + (_new_rows(members) if step.append else 0)
@@ -135,7 +135,7 @@ def _options(members: dict[str, Any], session: Session) -> StepOptions:
 
 def _cache_key(members: Mapping[str, Any], options: StepOptions, spec: LayerSpec) -> Hashable | None:
     """A key that is equal for steps whose validity does not differ, whatever their numbers and the length of their session."""
-    if spec.extents or any(isinstance(members.get(name), np.ndarray) for name in MASKS_AND_OTHERS):
+    if spec.extents or any(isinstance(members.get(name), np.ndarray) for name in MASKS_AND_OPTIONAL_INPUTS):
         return None
     key = cache_key(members) if members.keys().isdisjoint(LENGTH_FIELDS) else None
     return None if key is None else ("step", options.append, key)
