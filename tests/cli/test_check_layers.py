@@ -349,8 +349,21 @@ def test_unsuitable_specs_are_refused(folder, name, spec, options, expected):
     assert done.returncode == 2 and expected in message, message
 
 
+def blocks_of_the_page():
+    return re.findall(r"```\w*\n(.*?)```", (Path(__file__).parents[2] / "docs" / "check.md").read_text(), re.DOTALL)
+
+
+def test_the_example_of_what_weights_show_is_as_it_prints(tmp_path):
+    code, shown = blocks_of_the_page()[2:4]
+    (tmp_path / "theirs.py").write_text(code)
+    done = run_attend("check", "--module", "theirs.py:attention", cwd=tmp_path)
+    assert done.returncode == 1 and " ".join(shown.partition(": expected")[0].split()) in " ".join(done.stdout.decode().split())
+    (document,) = json.loads(run_attend("check", "--module", "theirs.py:attention", "--json", cwd=tmp_path).stdout)["modules"]
+    assert document["weights"] == ["the scores of the keys from 64 on are multiplied by 1.5"]
+
+
 def test_the_example_of_the_page_runs_and_is_in_the_help(tmp_path):
-    code, command, shown = re.findall(r"```\w*\n(.*?)```", (Path(__file__).parents[2] / "docs" / "check.md").read_text(), re.DOTALL)[2:5]
+    code, command, shown = blocks_of_the_page()[4:7]
     (tmp_path / "rotary.py").write_text(code)
     words = shlex.split(command)
     done = run_attend(*words[1:], cwd=tmp_path)

@@ -34,6 +34,10 @@ In the order in which to read it:
     trace.py                 the arrays that a candidate makes, with the lines of its source
     divergence.py            the first step of the reference whose numbers are not among them
     explanation.py           the search for the mistake that explains a candidate's numbers
+    unnamed.py               what is said if there is none
+    applied_weights.py       the attention weights that a candidate applies, found by calls
+    weight_facts.py          what they show beside the right ones
+    pairs.py                 words for sets of queries and keys
     mistakes/                the known mistakes with their arithmetic
     algebra/                 the changes of any step of any layer, with names and arithmetic made of the step
     fitting.py               constant factors, fitted to the candidate's numbers

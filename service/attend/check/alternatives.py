@@ -34,12 +34,12 @@ def alternatives(loaded: Any, tried: Tried, comparison: Comparison, seed: int) -
         yield from (most,) if most is not tried else (other for other in others if other.spec in usual)
 
 
-def with_fewest_mistakes(loaded: Any, compared: Sequence[tuple[Comparison, Tried]], seed: int) -> Comparison:
+def with_fewest_mistakes(loaded: Any, compared: Sequence[tuple[Comparison, Tried]], seed: int) -> tuple[Comparison, Tried]:
     """The first of the comparisons that fewest mistakes explain; if none is explained, the one of whose layer most steps occur."""
-    explained = [x for x, _ in compared if not unexplained(x)]
+    explained = [x for x in compared if not unexplained(x[0])]
     if explained:
-        return min(explained, key=lambda x: len(x.disagreements))
-    return max(compared, key=lambda x: _steps_in(loaded, x[1], seed))[0]
+        return min(explained, key=lambda x: len(x[0].disagreements))
+    return max(compared, key=lambda x: _steps_in(loaded, x[1], seed))
 
 
 def _steps_in(loaded: Any, tried: Tried, seed: int) -> int:

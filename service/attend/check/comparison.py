@@ -15,7 +15,7 @@ from attend.check.alternatives import alternatives, unexplained, with_fewest_mis
 from attend.check.calls import Calls, CaseResult, ComparedCase, Failure, call
 from attend.check.candidate import Candidate
 from attend.check.convention import make_convention
-from attend.check.disagreements import UNEXPLAINED, disagreement, divergence_of, explained
+from attend.check.disagreements import IN_SWEEP, UNEXPLAINED, disagreement, divergence_of, explained
 from attend.check.divergence import first_wrong_step
 from attend.check.explanation import Explanation
 from attend.check.families import layer_of
@@ -29,6 +29,7 @@ from attend.check.rounded_steps import rounded_steps
 from attend.check.signatures import FUNCTIONS, function_like, with_signature
 from attend.check.sizes import in_other_sizes
 from attend.check.tried import Tried, try_conventions
+from attend.check.unnamed import with_weights
 from attend.spec import LayerSpec
 
 CHANGING = "a second call with the same inputs returns other numbers: dropout is active, or a call leaves something behind for the next one"
@@ -54,14 +55,14 @@ def compare(
     first, *others = try_conventions(loaded, given, convention, seed, is_causal=is_causal)
     look = partial(_compare, loaded, seed=seed, longest=longest, backward=backward)
     comparison = look(first)
-    if len(comparison.disagreements) <= (not unexplained(comparison)):
-        return comparison
-    others += alternatives(loaded, first, comparison, seed)
-    compared = [(comparison, first)]
-    for other in others:
-        with suppress(ValueError):
-            compared.append((look(other), other))
-    return with_fewest_mistakes(loaded, compared, seed)
+    if len(comparison.disagreements) > (not unexplained(comparison)):
+        others += alternatives(loaded, first, comparison, seed)
+        compared = [(comparison, first)]
+        for other in others:
+            with suppress(ValueError):
+                compared.append((look(other), other))
+        comparison, first = with_fewest_mistakes(loaded, compared, seed)
+    return with_weights(loaded, first, comparison, seed, longest)
 
 
 def _compare(loaded: Any, tried: Tried, *, seed: int, longest: int, backward: bool) -> Comparison:
@@ -197,7 +198,7 @@ def _in_sweep(called: Calls) -> Disagreement | None:
     if called.wrong_in_sweep is None:
         return None
     sweep, first, wrong, right = called.wrong_in_sweep
-    hint = f"all other kinds of calls agree; of the {sweep.name}, wrong: {_first_of(wrong)}; right: {_first_of(right)}"
+    hint = f"{IN_SWEEP}; of the {sweep.name}, wrong: {_first_of(wrong)}; right: {_first_of(right)}"
     found = divergence_of(called.prepared, first.right.case) if first.right.case.whole is None else None
     return replace(disagreement(first, Explanation()), hint=hint, step=None if found is None else first_wrong_step(found))
 

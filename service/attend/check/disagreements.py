@@ -19,6 +19,7 @@ from attend.check.trace import Trace, recorded, source_folders
 
 NOT_FINITE = "no number is finite: a row may have no key that is not blocked, exp may overflow, or a number is divided by 0"
 UNEXPLAINED = "no known mistake gives these numbers"
+IN_SWEEP = "all other kinds of calls agree"
 FURTHER_SEEDS = 3  # draws of further cases
 
 

@@ -31,6 +31,7 @@ class Disagreement:
     hint: str | None = None
     explanation: Explanation = field(default_factory=Explanation)
     step: FirstWrongStep | None = None  # where the candidate leaves the reference, if it makes arrays that can be recorded
+    weights: tuple[str, ...] = ()  # what the weights that it applies show, if no mistake explains it
 
     @property
     def mistakes(self) -> tuple[str, ...]:

@@ -199,6 +199,7 @@ class ModuleReport:
         step = self.comparison.first.step
         found: dict[str, Any] = {"step": None if step is None else step.document()}
         found |= {"mistakes": list(explanation.mistakes), "arithmetic": [list(lines) for lines in explanation.arithmetic]}
+        found["weights"] = list(self.comparison.first.weights)
         return {**document, "first": self.comparison.conclusion, **found, "again": self._command()}
 
     def show(self, console: Console, verbose: bool) -> None:

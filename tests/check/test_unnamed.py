@@ -1,0 +1,225 @@
+"""What the hint says of bugs that are in no list: facts about the weights that a candidate applies."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from attend.check import compare
+from attend.spec import LayerSpec
+
+
+def scores_of(query, key):
+    return query @ key.mT / math.sqrt(query.shape[-1])
+
+
+def skips_the_third_tile(query, key, value):
+    scores = query @ key.swapaxes(-1, -2) / np.sqrt(query.shape[-1])
+    scores[..., 64:96] = -np.inf
+    exponentials = np.exp(scores - scores.max(-1, keepdims=True))
+    return exponentials / exponentials.sum(-1, keepdims=True) @ value
+
+
+def scores_the_last_key_of_the_item_before(query, key, value):
+    key = key.clone()
+    key[1:, :, -1] = key[:-1, :, -1].clone()
+    return scaled_dot_product_attention(query, key, value)
+
+
+def reads_the_last_row_of_the_item_before(query, key, value):
+    key, value = key.clone(), value.clone()
+    key[1:, :, -1], value[1:, :, -1] = key[:-1, :, -1].clone(), value[:-1, :, -1].clone()
+    return scaled_dot_product_attention(query, key, value)
+
+
+def doubles_the_weight_of_key_0(query, key, value):
+    weights = torch.exp(scores_of(query, key))
+    weights = torch.cat([2 * weights[..., :1], weights[..., 1:]], dim=-1)
+    return weights / weights.sum(-1, keepdim=True) @ value
+
+
+def clamps(query, key, value):
+    return scores_of(query, key).clamp(max=1.3).softmax(-1) @ value
+
+
+def drops_the_diagonal(query, key, value):
+    scores = scores_of(query, key)
+    own = torch.arange(scores.shape[-2])[:, None] == torch.arange(scores.shape[-1])
+    return scores.masked_fill(own, -math.inf).softmax(-1) @ value
+
+
+def adds_the_distance(query, key, value):
+    return (scores_of(query, key) - 0.03 * torch.arange(key.shape[2])).softmax(-1) @ value
+
+
+def is_causal_by_blocks(query, key, value, is_causal=False):
+    scores = scores_of(query, key)
+    if is_causal:
+        later = torch.arange(key.shape[2]) // 16 > torch.arange(query.shape[2])[:, None] // 16
+        scores = scores.masked_fill(later, -math.inf)
+    return scores.softmax(-1) @ value
+
+
+def shifts_heads(query, key, value):
+    return scores_of(query, key).softmax(-1).roll(1, dims=1) @ value
+
+
+def repeats_query_0(query, key, value):
+    heads = scaled_dot_product_attention(query, key, value)
+    return torch.cat([heads[:, :, :1], heads[:, :, :1], heads[:, :, 2:]], dim=2)
+
+
+def half_of_each_head(query, key, value):
+    return (query[..., :2] @ key[..., :2].mT / math.sqrt(query.shape[-1])).softmax(-1) @ value
+
+
+def scaled_more_in_each_block(query, key, value):
+    return (scores_of(query, key) * 1.25 ** (torch.arange(key.shape[2]) // 32)).softmax(-1) @ value
+
+
+def merges_by_the_maximum(query, key, value):
+    """Partial results of two parts of the keys, whose maximum counts three times."""
+    parts = []
+    for keys, values in zip(key.split(-(-key.shape[2] // 2), 2), value.split(-(-key.shape[2] // 2), 2), strict=True):
+        scores = scores_of(query, keys)
+        parts.append((scores.softmax(-1) @ values, scores.logsumexp(-1, True) + 2 * scores.amax(-1, True)))
+    share = torch.stack([total for _, total in parts]).softmax(0)
+    return sum(output * weight for (output, _), weight in zip(parts, share, strict=True))
+
+
+def counts_keys_of_zeros(query, key, value):
+    scores = torch.cat([scores_of(query, key), torch.zeros(*query.shape[:3], -key.shape[2] % 32)], dim=-1)
+    return scores.softmax(-1)[..., : key.shape[2]] @ value
+
+
+def returns_its_query(query, key, value):
+    return query * 0.5
+
+
+def doubles_sinks(query, key, value, sinks):
+    more = 2 * sinks[:, None, None].expand(len(query), -1, query.shape[2], 1)
+    return torch.cat([scores_of(query, key), more], dim=-1).softmax(-1)[..., :-1] @ value
+
+
+SINKS = {"spec": LayerSpec(d_model=15, num_heads=3, projections=False, sinks=True)}
+FUNCTIONS = {  # a bug -> what is said, and options
+    skips_the_third_tile: ("the keys 64 to 95, which are tile 2 of 32, get no weight", {}),
+    scores_the_last_key_of_the_item_before: ("the last key of item 1 has the scores of the last key of item 0", {}),
+    reads_the_last_row_of_the_item_before: (
+        "the last key in item 1 gets no weight; values of other items get weight: those of the last key of item 0 in item 1",
+        {},
+    ),
+    doubles_the_weight_of_key_0: ("the first key has 2 times the weight beside the others", {}),
+    clamps: ("scores above 1.3 count as 1.3", {}),
+    drops_the_diagonal: ("each query's own key gets no weight", {}),
+    adds_the_distance: ("-0.03 is added to the scores for each key of distance", {}),
+    is_causal_by_blocks: ("the later keys of each query's own block of 16 get weight and should get none", {}),
+    shifts_heads: ("each head has the weights of the one before", {}),
+    repeats_query_0: ("query 1 has the weights of query 0", {}),
+    half_of_each_head: ("only the first 2 numbers of each query and key count in the scores", {}),
+    scaled_more_in_each_block: ("the scores are multiplied by 1.25 once more in each block of 32 keys", {}),
+    merges_by_the_maximum: ("partial results of groups of keys are merged as if the maximum of each was multiplied by 3", {}),
+    counts_keys_of_zeros: ("further keys, as many as fill the last tile of 32, that are not there take part in the softmax", {}),
+    returns_its_query: ("the output does not depend on the keys and values", {}),
+    doubles_sinks: ("the logits of the sinks are multiplied by 2", SINKS),
+}
+
+
+@pytest.mark.parametrize("candidate", FUNCTIONS, ids=lambda candidate: candidate.__name__)
+def test_weights_of_functions_are_found_by_one_hot_values(candidate):
+    said, options = FUNCTIONS[candidate]
+    longest = 130 if "tile" in said or "block" in said else 7
+    first = compare(candidate, longest=longest, **options).first
+    assert not first.mistakes and f": {said}" in first.hint and "; ".join(first.weights).startswith(said), first.hint
+
+
+class Layer(nn.Module):
+    """What the wrong ones have in common: four projections, and heads that a method attends with."""
+
+    def __init__(self, d_model, num_heads):
+        super().__init__()
+        self.num_heads = num_heads
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(d_model, d_model) for _ in range(4))
+
+    def forward(self, query, key, value, mask=None):
+        inputs = ((self.q_proj, query), (self.k_proj, key), (self.v_proj, value))
+        q, k, v = (layer(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for layer, x in inputs)
+        return self.o_proj(self.attend(q, k, v, mask).transpose(1, 2).flatten(2))
+
+
+class WithoutTheLastTwo(Layer):
+    def attend(self, q, k, v, mask):
+        keys = slice(0, -2) if mask is None else slice(None)
+        return scaled_dot_product_attention(q, k[:, :, keys], v[:, :, keys], mask)
+
+
+class BlockedByALittle(Layer):
+    def attend(self, q, k, v, mask):
+        scores = scores_of(q, k)
+        return (scores if mask is None else scores.masked_fill(~mask, -3.7)).softmax(-1) @ v
+
+
+class OfOneInput(Layer):
+    def forward(self, x):
+        return super().forward(x, x, x, None)
+
+    def attend(self, q, k, v, mask):
+        return scaled_dot_product_attention(q, k, v, torch.eye(q.shape[2], dtype=torch.bool) == 0)
+
+
+class OfOneInputByScores(OfOneInput):
+    def attend(self, q, k, v, mask):
+        weights = scores_of(q, k).softmax(-1)
+        weights[:, 1] = 0
+        return weights @ v
+
+
+class WithWindow(Layer):
+    """What keeps the newest 11 rows in its cache."""
+
+    def forward(self, x, cache=None):
+        q, k, v = (layer(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for layer in (self.q_proj, self.k_proj, self.v_proj))
+        if cache is not None:
+            k, v = (torch.cat((old, new), 2)[:, :, -11:] for old, new in zip(cache, (k, v), strict=True))
+        seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - q.shape[2])
+        return self.o_proj(scaled_dot_product_attention(q, k, v, seen).transpose(1, 2).flatten(2)), (k, v)
+
+
+LAYERS = {
+    WithoutTheLastTwo: ("found by calls that change the value of one key each: the last 2 keys get no weight", {}),
+    BlockedByALittle: ("all blocked keys get weight and should get none; their scores are -3.7, and not -inf", {"mask_means": "attend"}),
+    OfOneInput: ("found by calls with other matrices of the values: each query's own key gets no weight", {}),
+    OfOneInputByScores: ("which are among the arrays that it makes: all keys in head 1 get no weight", {}),
+    WithWindow: (
+        "found by calls that change the rows of one key each: the keys older than the newest 11 of the cache, which includes those of the "
+        "call, do not change the output",
+        {"causal": True},
+    ),
+}
+
+
+@pytest.mark.parametrize("candidate", LAYERS, ids=lambda candidate: candidate.__name__)
+def test_weights_of_layers_are_found(candidate):
+    said, options = LAYERS[candidate]
+    first = compare(candidate, longest=130 if "cache" in said else 7, **options).first
+    assert not first.mistakes and said in first.hint, first.hint
+
+
+def test_a_layer_that_was_given_other_matrices_has_its_own_again():
+    layer = OfOneInput(12, 3)
+    before = [parameter.detach().clone() for parameter in layer.parameters()]
+    assert "own key" in compare(layer, longest=7).first.hint
+    assert all(map(torch.equal, before, layer.parameters()))
+
+
+def test_nothing_is_said_of_weights_that_do_not_give_the_output():
+    """The values count twice: the output is not linear in them."""
+
+    def squares(query, key, value):
+        return scores_of(query, key).softmax(-1) @ (value * value.abs())
+
+    first = compare(squares, longest=7).first
+    assert first.weights == () and first.hint.startswith("no known mistake gives these numbers")
