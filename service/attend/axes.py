@@ -37,7 +37,7 @@ class TensorField:
     stacked: bool = True  # whether calls with it may be computed together
     new_rows: bool = False  # whether a step of a session has it for its new rows alone
     inverted: bool = False  # whether true means blocked, unlike in its tensor
-    prepared: bool = False  # whether requests with it are prepared once: only its elements, each by itself, may make one invalid
+    prepared_once: bool = False  # whether requests of one shape are: only its elements, each by itself, may make one invalid
     value: str = ""  # what the steps of a program that read it call it; "": none reads it under its own name
     adds_step: bool = False  # whether programs have steps for calls with it: that name is a feature of such calls
     after_heads: bool = False  # whether it changes the heads' outputs, and so is applied once to those of all parts
@@ -99,12 +99,12 @@ class TensorField:
 
 PAIRS, ROWS, OF_HEADS = "q,k b,q,k b,h,q,k", "h b,h b,h,q", "h b,h"
 INPUTS = {
-    "query": TensorField("b,q,query_dim", packed=True, divisible=True, new_rows=True, prepared=True),
-    "key": TensorField("b,k,key_dim", packed=True, divisible=True, new_rows=True, prepared=True),
-    "value": TensorField("b,k,value_dim", needs="key", packed=True, divisible=True, new_rows=True, prepared=True),
+    "query": TensorField("b,q,query_dim", packed=True, divisible=True, new_rows=True, prepared_once=True),
+    "key": TensorField("b,k,key_dim", packed=True, divisible=True, new_rows=True, prepared_once=True),
+    "value": TensorField("b,k,value_dim", needs="key", packed=True, divisible=True, new_rows=True, prepared_once=True),
 }
 MASKS = {  # which `attention/masks.py` combines
-    "attend_mask": TensorField(PAIRS, "bhqk", "mask", onto="b,h,q,k", divisible=True, prepared=True),
+    "attend_mask": TensorField(PAIRS, "bhqk", "mask", onto="b,h,q,k", divisible=True, prepared_once=True),
     "block_mask": TensorField(
         PAIRS,
         "bhqk",
@@ -114,17 +114,17 @@ MASKS = {  # which `attention/masks.py` combines
         onto="b,h,q,k",
         divisible=True,
         inverted=True,
-        prepared=True,
+        prepared_once=True,
     ),
-    "bias": TensorField(PAIRS, "bhqk", "bias", onto="b,h,q,k", divisible=True, prepared=True),
-    "attend_keys": TensorField("b,k", "bk", "mask", divisible=True, prepared=True),
+    "bias": TensorField(PAIRS, "bhqk", "bias", onto="b,h,q,k", divisible=True, prepared_once=True),
+    "attend_keys": TensorField("b,k", "bk", "mask", divisible=True, prepared_once=True),
     "block_keys": TensorField(
-        "b,k", "bk", "mask", excludes="attend_keys", tensor="attend_keys", divisible=True, inverted=True, prepared=True
+        "b,k", "bk", "mask", excludes="attend_keys", tensor="attend_keys", divisible=True, inverted=True, prepared_once=True
     ),
-    "valid_lens": TensorField("b b,q", kind="count", tensor="lengths", onto="b,q", divisible=True, prepared=True),
-    "segments": TensorField("b,n", "bn", "segment", tensor="query_segments key_segments", divisible=True, prepared=True),
-    "query_segments": TensorField("b,q", "bq", "segment", needs="key_segments", excludes="segments", divisible=True, prepared=True),
-    "key_segments": TensorField("b,k", "bk", "segment", needs="query_segments", excludes="segments", divisible=True, prepared=True),
+    "valid_lens": TensorField("b b,q", kind="count", tensor="lengths", onto="b,q", divisible=True, prepared_once=True),
+    "segments": TensorField("b,n", "bn", "segment", tensor="query_segments key_segments", divisible=True, prepared_once=True),
+    "query_segments": TensorField("b,q", "bq", "segment", needs="key_segments", excludes="segments", divisible=True, prepared_once=True),
+    "key_segments": TensorField("b,k", "bk", "segment", needs="query_segments", excludes="segments", divisible=True, prepared_once=True),
 }
 LENGTHS = {
     "query_lengths": TensorField("sequences", kind="count", packed=True),
@@ -151,7 +151,7 @@ OPTIONAL_INPUTS = {  # beside masks
         new_rows=True,
     ),
     "head_scale": TensorField(
-        OF_HEADS, onto="b,h,q,k", packed=True, divisible=True, prepared=True, value="head_scale", adds_step=True, after_heads=True
+        OF_HEADS, onto="b,h,q,k", packed=True, divisible=True, prepared_once=True, value="head_scale", adds_step=True, after_heads=True
     ),
     "pattern": TensorField(PAIRS, "bhqk", onto="b,h,q,k", at_least="float32", value="pattern", adds_step=True),
     "pattern_rows": TensorField(ROWS, "bhq", "mask", needs="pattern", onto="b,h,q,k", value="pattern_rows"),

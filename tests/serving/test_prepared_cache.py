@@ -134,7 +134,7 @@ def test_the_cache_is_bounded_and_keeps_no_numbers() -> None:
     remembering = engine()
     for n in range(1, MAX_REQUESTS + 20):
         prepare(remembering, {"query": np.ones((n, 2, 6)).tolist(), "outputs": ["output"]})
-    assert len(remembering.registry.find("default").prepared) == MAX_REQUESTS
+    assert len(remembering.registry.find("default").prepared_cache) == MAX_REQUESTS
     again = prepare(remembering, {"query": np.ones((MAX_REQUESTS + 19, 2, 6)).tolist(), "outputs": ["output"]})
     assert again.body.query.strides == (0, 0, 0)
 

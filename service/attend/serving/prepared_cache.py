@@ -1,7 +1,7 @@
 """Keeps the prepared requests of one layer by request shape.
 
 Validation, fit, admission and the choice of a kernel depend on the shapes of tensors and on the plain fields, and not on the numbers, each
-of which only must be finite, or what its kind says (`prepared` in `axes.py`). For a small request they take longer than its arithmetic.
+of which only must be finite, or what its kind says (`prepared_once` in `axes.py`). For a small request they take longer than its arithmetic.
 """
 
 from collections import deque
@@ -12,7 +12,7 @@ import numpy as np
 
 from attend.axes import TENSOR_FIELDS
 
-PREPARED_FIELDS = frozenset(name for name, field in TENSOR_FIELDS.items() if field.prepared)
+PREPARED_ONCE = frozenset(name for name, field in TENSOR_FIELDS.items() if field.prepared_once)
 MAX_REQUESTS = 64  # most requests per layer; the oldest is dropped first
 MAX_KEY_CHARACTERS = 512  # most characters of the plain fields in a key; longer requests are unlikely to recur
 
@@ -44,7 +44,7 @@ def cache_key(members: Mapping[str, Any]) -> Hashable | None:
     length = 0
     for name, value in members.items():
         if isinstance(value, np.ndarray):
-            if name not in PREPARED_FIELDS:
+            if name not in PREPARED_ONCE:
                 return None
             parts += name, value.shape, value.dtype
         else:

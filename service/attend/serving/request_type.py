@@ -61,7 +61,7 @@ class RequestType(Generic[R]):
         """
         members = decoded.members
         key = cache_key(members) if self.is_kept else None
-        kept: Prepared | None = None if key is None else layer.prepared.get(key)
+        kept: Prepared | None = None if key is None else layer.prepared_cache.get(key)
         if kept is not None and (again := kept.with_numbers(members, layer)) is not None:
             return again
         request = self.validated(decoded, layer.spec, past)
@@ -74,7 +74,7 @@ class RequestType(Generic[R]):
         if key is not None and (same := prepared.without_numbers()) is not None:
             if operation is FORWARD and not in_parts:  # later calls need not choose a kernel
                 same = same._replace(operation=forward_pass(layer.attention, call))
-            layer.prepared.keep(key, same)
+            layer.prepared_cache.keep(key, same)
         return prepared
 
     def prepare_for_session(self, session: Session, decoded: Decoded, admission: Admission) -> Prepared:

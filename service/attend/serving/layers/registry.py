@@ -31,7 +31,7 @@ MAX_UNLOADED_LAYERS = 1000  # bounds the memory that callers can fill by creatin
 
 @dataclass(frozen=True, slots=True)
 class LoadedLayer:
-    """A loaded layer with its name, fingerprint and validation cache."""
+    """A loaded layer with its name, its fingerprint, and the cache of its prepared requests."""
 
     name: str
     spec: LayerSpec
@@ -39,7 +39,7 @@ class LoadedLayer:
     attention: MultiHeadAttention
     score_deviation: float = 1.0  # standard deviation of its scores before scale, for inputs of unit variance
     origin: str | None = None  # where the weights are from, if that is known
-    prepared: PreparedCache = field(default_factory=PreparedCache, compare=False, repr=False)
+    prepared_cache: PreparedCache = field(default_factory=PreparedCache, compare=False, repr=False)
 
     def arrays(self) -> dict[str, Array]:
         """The weights by canonical name, on the CPU."""

@@ -50,7 +50,7 @@ class StepRequestType(RequestType[AttendRequest]):
             del members["layer"]  # the model of the sequence, which is the layer of the session
         step = _options(members, session)
         key = _cache_key(members, step, spec)
-        cached = None if key is None else layer.prepared.get(key)
+        cached = None if key is None else layer.prepared_cache.get(key)
         if cached is None:
             _refuse_unknown(members)
             request = self.validated(Decoded(with_session_defaults(session, members)), spec, Past(session.length, step.append))
@@ -66,7 +66,7 @@ class StepRequestType(RequestType[AttendRequest]):
         if cached is None:
             call = make_call(request, spec)
             if key is not None and (same := Prepared(layer, call, cost, body=request).without_numbers()) is not None:
-                layer.prepared.keep(key, same)
+                layer.prepared_cache.keep(key, same)
         else:
             inputs = input_tensors(members["query"], members.get("key"), members.get("value"), spec, request.reproducible)
             if not step.append:
