@@ -1,7 +1,8 @@
 """Keeps the prepared requests of one layer by request shape.
 
 Validation, fit, admission and the choice of a kernel depend on the shapes of tensors and on the plain fields, and not on the numbers, each
-of which only must be finite, or what its kind says (`prepared_once` in `axes.py`). For a small request they take longer than its arithmetic.
+of which only must be finite, or what its kind says (`prepared_once` in `axes.py`). For a small request all this takes longer than the
+arithmetic.
 """
 
 from collections import deque
