@@ -81,7 +81,7 @@ def measure_floor(size: Size, form: str, paths: list[str], seconds: float) -> fl
         outcome = compute_alone(prepared, 0.0, service.clock)
         if isinstance(outcome, AttendError):
             raise outcome
-        codec.encode(ATTEND.build_reply(prepared, outcome.result), prepared.body.reply, decoded.reply_format)
+        codec.encode(ATTEND.build_reply(prepared, outcome.result), prepared.fields.reply, decoded.reply_format)
 
     bodies = [Path(path).read_bytes() for path in paths]
     for body in bodies:

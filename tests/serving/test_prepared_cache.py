@@ -81,7 +81,7 @@ def outcome(engine: Engine, body: dict[str, Any]) -> dict[str, Any]:
         prepared = prepare(engine, body)
     except AttendError as error:
         return {"error": type(error), "problems": error.problems}
-    call, request = prepared.call, prepared.body
+    call, request = prepared.call, prepared.fields
     parts = {field.name: getattr(call, field.name) for field in fields(call) if field.name != "masks"}
     parts |= {f"masks.{name}": tensor for name, tensor in call.masks._asdict().items()}
     plain = {name: x.tolist() if isinstance(x, torch.Tensor) else x for name, x in parts.items()}
@@ -136,7 +136,7 @@ def test_the_cache_is_bounded_and_keeps_no_numbers() -> None:
         prepare(remembering, {"query": np.ones((n, 2, 6)).tolist(), "outputs": ["output"]})
     assert len(remembering.registry.find("default").prepared_cache) == MAX_REQUESTS
     again = prepare(remembering, {"query": np.ones((MAX_REQUESTS + 19, 2, 6)).tolist(), "outputs": ["output"]})
-    assert again.body.query.strides == (0, 0, 0)
+    assert again.fields.query.strides == (0, 0, 0)
 
 
 @pytest.mark.parametrize("same", [True, False], ids=["the same shape", "another shape"])

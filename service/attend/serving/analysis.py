@@ -38,7 +38,7 @@ class AnalysisRequestType(RequestType[AnalysisRequest]):
     def prepare_for_session(self, session: Session, decoded: Decoded, admission: Admission) -> Prepared:
         """As `RequestType.prepare_for_session`. Raises SessionConflict also for metrics of values that are freed."""
         prepared = super().prepare_for_session(session, decoded, admission)
-        for name in prepared.body.metrics_for(session.layer.spec) if session.cache.first else ():
+        for name in prepared.fields.metrics_for(session.layer.spec) if session.cache.first else ():
             if METRICS[name].of in ("values", "value norms"):
                 expected = "metrics of visible keys alone, since the values of the first rows are freed"
                 raise SessionConflict.where("/metrics", expected, name)
@@ -145,7 +145,7 @@ class AnalysisRequestType(RequestType[AnalysisRequest]):
 
         Raises InvalidRequest for infinite metrics and for overflow in their inputs, unless the request allows non-finite numbers.
         """
-        request, spec = prepared.body, prepared.layer.spec
+        request, spec = prepared.fields, prepared.layer.spec
         tensors = {name: tensor for name, tensor in result.tensors.items() if name != OVERFLOWED}
         arrays = {name: numpy_of(tensor if request.batched else tensor[0]) for name, tensor in tensors.items()}
         metrics: dict[str, Any] = {}

@@ -97,7 +97,7 @@ class FigureRequestType(RequestType[FigureRequest]):
         self, prepared: Prepared, result: Result, decoded: Decoded, request: Request, check: Callable[[], None] = lambda: None
     ) -> Encoded:
         """The picture. Raises what `check` raises."""
-        spec = figure_spec(prepared.body, prepared.layer.spec)
+        spec = figure_spec(prepared.fields, prepared.layer.spec)
         metadata = {"Source": f"layer {prepared.layer.name}", "Fingerprint": prepared.layer.fingerprint}
         picture = draw(compose(spec, result.tensors, metadata), spec, check)
         media_type = next(media for media, format in PICTURES.items() if format == spec.format)

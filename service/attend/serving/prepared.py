@@ -29,7 +29,7 @@ class Prepared(NamedTuple):
     call: Any  # a `Call`; None if the operation needs none
     cost: Cost
     operation: Operation = FORWARD
-    body: Any = None  # validated, of the schema of its type; None if nothing is encoded by it
+    fields: Any = None  # those of the body, validated by the schema of its type; None if nothing is encoded by them
     in_parts: bool = False  # too large for one process: cut along its keys and computed by the shards
     log_fields: Mapping[str, Any] = {}  # of the request's log line
     session: Session | None = None  # to which the call appends rows
@@ -38,16 +38,16 @@ class Prepared(NamedTuple):
 
     def without_numbers(self) -> "Prepared | None":
         """What requests with the same cache key have in common; None if it depends on numbers, or takes much memory."""
-        body, call = self.body, self.call
-        arrays = given_arrays(body)
+        fields, call = self.fields, self.call
+        arrays = given_arrays(fields)
         others = tuple(name for name in arrays if name not in INPUTS)
-        depends_on_numbers = others and body.query_offset == "end"  # the offset is that of the last key that is not masked
+        depends_on_numbers = others and fields.query_offset == "end"  # the offset is that of the last key that is not masked
         if call.masks.positions.shape[1] > MAX_KEPT_QUERIES or depends_on_numbers:
             return None
         shapes = {name: shape_alone(array.shape, array.dtype) for name, array in arrays.items()}
         no_masks: dict[str, Any] = dict.fromkeys(name for name in MASK_TENSORS if name != "positions") | {"bias_blocks": False}
         call = Call(call.options, NO_NUMBERS, NO_NUMBERS, NO_NUMBERS, call.masks._replace(**no_masks))
-        kept: dict[str, Any] = {"layer": None, "call": call, "body": body.model_copy(update=shapes)}  # the layer has the cache
+        kept: dict[str, Any] = {"layer": None, "call": call, "fields": fields.model_copy(update=shapes)}  # the layer has the cache
         return self._replace(**kept, tensors=others)
 
     def with_numbers(self, members: Mapping[str, Any], layer: LoadedLayer) -> "Prepared | None":
@@ -68,4 +68,4 @@ class Prepared(NamedTuple):
             others, of_masks = call_tensors(arrays, members["query"].ndim == 3, layer.spec, options.reproducible)
             masks = masks._replace(**of_masks)
         call = Call(options, *inputs, masks, others)
-        return Prepared(layer, call, self.cost, self.operation, self.body, self.in_parts, self.log_fields)
+        return Prepared(layer, call, self.cost, self.operation, self.fields, self.in_parts, self.log_fields)

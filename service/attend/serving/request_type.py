@@ -137,22 +137,22 @@ class RequestType(Generic[R]):
         if result.fully_masked is not None:
             refuse_fully_masked(prepared, result)
         reply = self.build_reply(prepared, result)
-        headers, pieces = request.reply_codec.encode(reply, prepared.body.reply, decoded.reply_format)
+        headers, pieces = request.reply_codec.encode(reply, prepared.fields.reply, decoded.reply_format)
         if request.reply_coding:
             return compress((headers, pieces), request.reply_coding)
         return headers, pieces if len(pieces) < MANY_PIECES else joined(pieces)
 
     def build_reply(self, prepared: Prepared, result: Result) -> Reply:
         """The outputs under the names and in the order of the request, without the batch axis if the request has none."""
-        request, layer = prepared.body, prepared.layer
-        batched, arrays = request.batched, {}
+        fields, layer = prepared.fields, prepared.layer
+        batched, arrays = fields.batched, {}
         for name, tensor in result.tensors.items():
             array = tensor.numpy() if tensor.dtype is torch.float32 else numpy_of(tensor)
             arrays[name] = array if batched else array[0]
         tensors: dict[str, Any] = {}
-        for name in request.outputs:
+        for name in fields.outputs:
             tensors[name] = arrays[name] if name in arrays else _parts(name, arrays)
-        datatype = request.reply.datatype or BY_TORCH[layer.spec.dtype].name
+        datatype = fields.reply.datatype or BY_TORCH[layer.spec.dtype].name
         masked = 0 if result.fully_masked is None else result.fully_masked_rows
         session = None if prepared.session is None else {"id": prepared.session.id, "length": prepared.call.masks.num_keys}
         return Reply({"name": layer.name, "fingerprint": layer.fingerprint}, masked, datatype, tensors, session=session)

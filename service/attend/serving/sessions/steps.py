@@ -56,7 +56,7 @@ class StepRequestType(RequestType[AttendRequest]):
             request = self.validated(Decoded(with_session_defaults(session, members)), spec, Past(session.length, step.append))
             stop, options = request.num_keys, call_options(request, spec)
         else:
-            request, stop = cached.body, session.length + (_new_rows(members) if step.append else 0)
+            request, stop = cached.fields, session.length + (_new_rows(members) if step.append else 0)
             options = replace(cached.call.options, num_keys=stop)
         if session.capacity is not None and stop > session.capacity:
             at = "/key" if "key" in members else "/query"
@@ -65,7 +65,7 @@ class StepRequestType(RequestType[AttendRequest]):
         admission.require(cost)
         if cached is None:
             call = make_call(request, spec)
-            if key is not None and (same := Prepared(layer, call, cost, body=request).without_numbers()) is not None:
+            if key is not None and (same := Prepared(layer, call, cost, fields=request).without_numbers()) is not None:
                 layer.prepared_cache.keep(key, same)
         else:
             inputs = input_tensors(members["query"], members.get("key"), members.get("value"), spec, request.reproducible)
