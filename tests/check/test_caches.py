@@ -161,6 +161,42 @@ def test_cached_keys_that_are_rotated_in_each_call_are_named():
     assert (explanation.mistakes, explanation.equals) == (("RoPE rotates the cached keys again in each call",), ())
 
 
+class RotatesAgain(RotatedCache):
+    """All keys are rotated in each call, those of the cache, which are rotated, too."""
+
+    def projected(self, x, past):
+        q, k, v = (layer(x).unflatten(2, (-1, self.head_dim)) for layer in (self.q_proj, self.k_proj, self.v_proj))
+        if past is not None:
+            k, v = (torch.cat(pair, dim=1) for pair in zip(past, (k, v), strict=True))
+        return q, k, v
+
+    def forward(self, x, past=None):
+        q, k, v = self.projected(x, past)
+        q, k = self.rotated(q, k.shape[1] - q.shape[1]), self.rotated(k, 0)
+        return self.attended(q, k, v), (k, v)
+
+    def attended(self, q, k, v):
+        scores = torch.einsum("bihd,bjhd->bhij", q, k) / self.head_dim**0.5
+        later = torch.ones(scores.shape[2:], dtype=torch.bool).triu(1 + k.shape[1] - q.shape[1])
+        weights = scores.masked_fill(later, -torch.inf).softmax(-1)
+        return self.o_proj(torch.einsum("bhij,bjhd->bihd", weights, v).flatten(2))
+
+
+class RotatesAgainUnnamed(RotatesAgain):
+    """The rotated queries have no name where they are used."""
+
+    def forward(self, x, past=None):
+        q, k, v = self.projected(x, past)
+        k = self.rotated(k, 0)
+        return self.attended(self.rotated(q, k.shape[1] - q.shape[1]), k, v), (k, v)
+
+
+@pytest.mark.parametrize("candidate", [RotatesAgain, RotatesAgainUnnamed])
+def test_what_one_function_makes_of_queries_and_keys_in_turn_is_told_apart(candidate):
+    spec = LayerSpec(d_model=26, num_heads=3, head_dim=10, num_kv_heads=3, bias=False, rope={})
+    assert compare(candidate, spec=spec, causal=True, longest=7).first.step.names == ("rotate_key",)
+
+
 class InPlace(Cached):
     """A cache that is a list of keys and values, which each call changes."""
 

@@ -61,7 +61,7 @@ class Divergence:
     def __init__(self, steps: Sequence[RunStep], trace: Trace, dtype: str) -> None:
         self.steps, self.dtype = steps, dtype
         self.made = trace.made
-        self.parts, self.begins = _by_line(trace.made)
+        self.parts, self.begins = _by_line(trace)
         self.wanted = [in_order(x.value) for x in steps]
 
     @cached_property
@@ -156,11 +156,12 @@ class Divergence:
         return float(np.abs(wanted - got).max()) <= bound * largest
 
 
-def _by_line(made: Sequence[Made]) -> tuple[list[Made], list[int]]:
+def _by_line(trace: Trace) -> tuple[list[Made], list[int]]:
     """All that each line made in parts, as loops do, and the place of the first part of each.
 
-    The parts are made by one operation, or at one place among what the line makes before the next line.
+    The parts are made by one operation, have one name, or are at one place among what the line makes before the next line.
     """
+    made = trace.made
     parts: dict[tuple[Line, int, int | str], list[int]] = {}
     line, place = None, 0
     for at, x in enumerate(made):
@@ -168,9 +169,11 @@ def _by_line(made: Sequence[Made]) -> tuple[list[Made], list[int]]:
         if line is not None:
             for key in (x.by, place):
                 parts.setdefault((line, x.numbers.ndim, key), []).append(at)
-    several = {key: places for key, places in parts.items() if len(places) > 1}
-    joined = [Made(np.concatenate([made[at].numbers.ravel() for at in places]), key[0]) for key, places in several.items()]
-    return joined, [places[0] for places in several.values()]
+    for at, line, by in trace.again:
+        parts.setdefault((line, made[at].numbers.ndim, by), []).append(at)
+    several = {tuple(places): line for (line, *_), places in parts.items() if len(places) > 1}
+    joined = [Made(np.concatenate([made[at].numbers.ravel() for at in places]), line) for places, line in several.items()]
+    return joined, [places[0] for places in several]
 
 
 def first_wrong_step(one: Divergence, two: Divergence | None = None) -> FirstWrongStep | None:

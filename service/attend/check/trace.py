@@ -71,21 +71,24 @@ class Trace:
     made: list[Made] = field(default_factory=list)
     count: int = 0  # of their numbers
     lines: int = 0
-    known: set[tuple[tuple[int, ...], bytes]] = field(default_factory=set)  # shapes and numbers
+    known: dict[tuple[tuple[int, ...], bytes], int] = field(default_factory=dict)  # shape and numbers -> place among those made
+    again: dict[tuple[int, Line, str], None] = field(default_factory=dict)  # the place of one that a line has again, under this name
 
     @property
     def is_complete(self) -> bool:
         return self.count <= MOST_NUMBERS and self.lines <= MOST_LINES
 
     def add(self, x: Any, line: Line | None, by: str = "") -> None:
-        """Keeps a copy of an array of several real numbers, unless there is one like it; nothing else."""
+        """Keeps a copy of an array of several real numbers, or where one like it was made; nothing else."""
         if not hasattr(x, "shape") or not hasattr(x, "dtype") or "float" not in str(x.dtype) or not self.is_complete:
             return
         with suppress(Exception):  # an array of a computation that is only traced has no numbers
             numbers = _numbers(x)
             key = numbers.shape, sha1(numbers.tobytes()).digest()
-            if numbers.size > 1 and key not in self.known:
-                self.known.add(key)
+            if key in self.known and line is not None:
+                self.again[self.known[key], line, by] = None
+            elif numbers.size > 1 and key not in self.known:
+                self.known[key] = len(self.made)
                 self.count += numbers.size
                 self.made.append(Made(numbers, line, by))
 
@@ -206,6 +209,7 @@ def _recording_locals(trace: Trace) -> Iterator[None]:
                     variable.line = at
             for x in argument if isinstance(argument, tuple | list) else (argument,):
                 trace.add(x, at)
+                trace.add(x, trace.line(frame.f_back), frame.f_code.co_name)
             at = Line(frame.f_code.co_filename, frame.f_lineno)
             return within if trace.is_complete else None
 
