@@ -218,13 +218,13 @@ class KeyValueCache:
     def joined(self, first: int = 0) -> dict[str, Tensor]:
         """All rows from `first` on as tensors [heads, n, width]; freed rows are 0."""
         count, device = self.length - first, self.pool.device
-        whole = {
+        joined = {
             name: torch.zeros(one.heads, count, one.width, dtype=torch_dtype(one.dtype), device=device) for name, one in self.cached.items()
         }
         for rows, tensors in self.blocks(first, self.length):
             for name, tensor in tensors.items():
-                whole[name][:, rows.start - first : rows.stop - first] = tensor
-        return whole
+                joined[name][:, rows.start - first : rows.stop - first] = tensor
+        return joined
 
 
 NAMES = {"key_projection": "key", "value_projection": "value"}  # of values of a program in caches; others have their own

@@ -166,10 +166,10 @@ class MultiHeadAttention:
         run_steps(self.arithmetic, plan.after, values, plan.wanted)
         options = call.options
         lengths = {"b": options.items, "h": self.spec.num_heads, "q": options.num_queries, "k": options.num_keys}
-        whole = {name: as_output(torch, values[name], plan.axes[name], lengths) for name in plan.wanted - {"attention_weights"}}
+        outputs = {name: as_output(torch, values[name], plan.axes[name], lengths) for name in plan.wanted - {"attention_weights"}}
         if "attention_weights" in plan.wanted and not top_k:
-            whole["attention_weights"] = values["attention_weights"]
-        return top_k | whole
+            outputs["attention_weights"] = values["attention_weights"]
+        return top_k | outputs
 
     def _blocks(
         self,

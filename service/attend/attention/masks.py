@@ -62,8 +62,8 @@ class Masks(NamedTuple):
     @property
     def only_causal(self) -> bool:
         """Whether the only mask is causal and aligned with q = k, which fused kernels support without a mask tensor."""
-        rest = self.has_sets or self.bias is not None or self.lengths is not None or self._has_lower_bound
-        return self.aligned and self.right == 0 and not rest
+        has_others = self.has_sets or self.bias is not None or self.lengths is not None or self._has_lower_bound
+        return self.aligned and self.right == 0 and not has_others
 
     @property
     def _sees_own_key(self) -> bool:

@@ -133,8 +133,8 @@ def call_tensors(arrays: Mapping[str, Array], batched: bool, spec: LayerSpec, re
 
 
 def _masks(request: AttendRequest, spec: LayerSpec, b: int, q: int, k: int, tensors: Mapping[str, Any]) -> Masks:
-    own = Interval() if request.window is None else Interval(request.window.left, request.window.right)
-    interval = reduce(and_, spec.intervals, own & Interval(right=0 if request.causal else None))
+    requested = Interval() if request.window is None else Interval(request.window.left, request.window.right)
+    interval = reduce(and_, spec.intervals, requested & Interval(right=0 if request.causal else None))
     masks = Masks(
         positions=_positions(q),
         num_keys=k,

@@ -86,10 +86,10 @@ class BlockSelectionOperator(Operator):
 def _means(m: Arithmetic, key: Any, *, size: int) -> Any:
     """[b, kv heads, k, d] -> [b, kv heads, blocks, d]. A masked key may have numbers that are infinite or NaN, and then counts as 0."""
     key = m.exact(key)
-    key, whole = m.where(m.xp.isfinite(key).all(axis=-1)[..., None], key, 0), key.shape[2] // size
-    means = key[:, :, : whole * size].reshape(*key.shape[:2], whole, size, key.shape[3]).mean(axis=3)
-    rest = key[:, :, whole * size :]
-    return m.xp.concatenate((means, rest.mean(axis=2, keepdims=True)), axis=2) if rest.shape[2] else means
+    key, complete = m.where(m.xp.isfinite(key).all(axis=-1)[..., None], key, 0), key.shape[2] // size
+    means = key[:, :, : complete * size].reshape(*key.shape[:2], complete, size, key.shape[3]).mean(axis=3)
+    incomplete = key[:, :, complete * size :]
+    return m.xp.concatenate((means, incomplete.mean(axis=2, keepdims=True)), axis=2) if incomplete.shape[2] else means
 
 
 def _select(m: Arithmetic, query: Any, means: Any, positions: Any, keys: Any, visible: Any, *, blocks: BlockSelection) -> Any:

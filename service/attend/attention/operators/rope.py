@@ -200,7 +200,7 @@ def rotate(m: Arithmetic, x: Any, positions: Any, frequencies: Any, *, rope: Rop
     dims = rope.dims or x.shape[-1]
     of_pairs = positions[..., None] if positions.ndim == 2 else positions[..., list(rope.axes or ())]
     angles = m.exact(of_pairs)[:, None] * frequencies  # [b|1, 1, n, dims/2]
-    rotated, rest = m.widened(x[..., :dims]), x[..., dims:]
+    rotated, unrotated = m.widened(x[..., :dims]), x[..., dims:]
     cos, sin = (m.like(rope.attention_factor * wave, rotated) for wave in (m.xp.cos(angles), m.xp.sin(angles)))
     if rope.interleaved:
         even, odd = rotated[..., 0::2], rotated[..., 1::2]
@@ -210,7 +210,7 @@ def rotate(m: Arithmetic, x: Any, positions: Any, frequencies: Any, *, rope: Rop
         first, second = rotated[..., : dims // 2], rotated[..., dims // 2 :]
         rotated = m.xp.concatenate((first * cos - second * sin, second * cos + first * sin), axis=-1)
     rotated = m.like(rotated, x)
-    return m.xp.concatenate((rotated, rest), axis=-1) if rest.shape[-1] else rotated
+    return m.xp.concatenate((rotated, unrotated), axis=-1) if unrotated.shape[-1] else rotated
 
 
 def frequencies(rope: Rope, dims: int) -> list[float]:
