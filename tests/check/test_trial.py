@@ -476,9 +476,9 @@ def test_a_class_without_a_parameter_for_masks_is_looked_at_completely():
 
 
 class RotatedByTables(Named):
-    def forward(self, x, cos, sin):
+    def forward(self, x, c, s):
         q, k, v = self.heads(x)
-        q, k = (y * cos + y.flip(-1) * sin for y in (q, k))
+        q, k = (y * c + y.flip(-1) * s for y in (q, k))
         return self.final(merge(scaled_dot_product_attention(q, k, v)))
 
 
@@ -498,7 +498,7 @@ class FiveMatrices(NumPyLettered):
 
 
 ASKED = {
-    "tables of RoPE": (RotatedByTables, "the meaning of parameter 'cos'"),
+    "tables of unknown names": (RotatedByTables, "the meaning of parameter 'c'"),
     "five layers": (TwoLast, r"the meaning of 'fc_val.weight'; .* pass weights=.* among fc_query.weight \[12, 12\], fc_query.bias \[12\]"),
     "five matrices": (FiveMatrices, r"which arrays are the weights; pass weights=\{\} if none are, .* among A \[12, 12\], B"),
 }

@@ -15,10 +15,11 @@ from typing import Any
 
 import numpy as np
 
+from attend.attention.operators.rope import frequencies
 from attend.check.arrays import as_array, as_float64, compiled, describe, dtype_of
 from attend.check.cases import CaseKind, CheckCase
 from attend.check.computation import RELATIVE
-from attend.check.convention import Alignment, Convention, Polarity, mask_polarity
+from attend.check.convention import ROPE_TABLES, Alignment, Convention, Polarity, mask_polarity
 from attend.check.layer import Layer
 from attend.check.signatures import FUNCTIONS
 from attend.check.weights import is_matrix
@@ -240,6 +241,8 @@ class Adapter:
 
     def _argument(self, role: str, case: CheckCase, takes_mask: bool) -> Any:
         """The argument for a role. `takes_mask`: whether this parameter takes the mask of the case."""
+        if role in ROPE_TABLES:
+            return self._rope_tables(role, case)
         if role in case.passed and role not in ("padding", "lengths"):
             return case.passed[role]
         mask = case.mask if takes_mask else case.passed.get(role, np.ones_like(case.mask))
@@ -263,6 +266,20 @@ class Adapter:
             "module": SimpleNamespace(num_key_value_groups=self.heads // self.kv_heads, is_causal=False, training=False),
         }
         return plain.get(role, False)
+
+    def _rope_tables(self, role: str, case: CheckCase) -> Any:
+        """The cosines, the sines, or both of the angles of the case's rows, in the axes that the candidate takes."""
+        axes, rope = (self.convention.rope_tables or "n,d/2").split(","), case.passed[role]
+        angles = np.outer(case.first_row + np.arange(case.query.shape[1]), frequencies(rope, rope.dims))
+        if axes[-1] == "d":  # the angle of a pair for each of its two numbers
+            angles = np.repeat(angles, 2, axis=-1) if rope.interleaved else np.concatenate((angles, angles), axis=-1)
+        lengths = {"b": len(case.query), "1": 1, "n": len(angles)}
+        shape = *(lengths[axis] for axis in axes[:-1]), angles.shape[-1]
+        turns = rope.attention_factor * np.exp(1j * np.broadcast_to(angles[:, None] if axes[-2] == "1" else angles, shape))
+        cosines, sines = (self._tensor(x, self.dtype) for x in (turns.real, turns.imag))
+        if role == "turns":
+            return self._tensor(turns, "complex128" if self.dtype == "float64" else "complex64")
+        return {"cosines": cosines, "sines": sines, "cosines_and_sines": (cosines, sines)}[role]
 
     def _integers(self, role: str, case: CheckCase, mask: Array) -> Any:
         """The argument of integers for a role; None for other roles."""

@@ -23,6 +23,7 @@ MaskDType = Literal["bool", "int", "float"]
 Layout = Literal["b,h,n,d", "b,n,h,d", "n,b,h,d", "b,n,d"]
 Orientation = Literal["in,out", "out,in"]
 Alignment = Literal["top-left", "bottom-right"]
+RopeTables = Literal["n,d/2", "n,d", "b,n,d", "1,1,n,d/2", "1,1,n,d", "1,n,1,d/2", "1,n,1,d"]
 Like = Literal[
     "flash_attn", "flash_attn_varlen", "flash_attn_with_kvcache", "sdpa", "flex_attention", "jax", "mlx", "transformers", "xformers", "onnx"
 ]
@@ -66,6 +67,7 @@ class Convention:
         "rows of one matrix for query, key and value: [3, h, d], in this order; per_head: [h, 3, d]; per_number: [d, 3, h]",
     ] = None
     norm_weights: Annotated[Literal["w", "1 + w"], "what norms of queries and keys multiply by, where w is their parameter"] = "w"
+    rope_tables: Annotated[RopeTables | None, "axes of the cosines and sines that it takes, where d is the width that RoPE rotates"] = None
     weights: Annotated[
         Mapping[str, Any] | None,
         'names of the weights, if unknown: {"query": "layers.0", "output.bias": "b", …}; in Python also arrays [out, in]',
@@ -167,6 +169,10 @@ CALL = {  # role of a parameter of the call -> its usual names, in lower case
     "module": "",  # the layer that a function of transformers gets
     "unused": "",  # no call passes it
     "positions": "position_ids positions",
+    "cosines": "cos cos_cached freqs_cos rope_cos cosine cosines",  # of RoPE, a number for each position and pair
+    "sines": "sin sin_cached freqs_sin rope_sin sine sines",
+    "cosines_and_sines": "position_embeddings rotary_pos_emb rotary_emb",  # a pair of arrays
+    "turns": "freqs_cis freqs_complex",  # complex: cosine + i sine
     "cache": "cache kv_cache past layer_past past_kv past_key_value past_key_values",
     "use_cache": "use_cache",
     "cache_positions": "cache_position cache_positions",
@@ -198,10 +204,12 @@ WEIGHTS = {  # besides q_proj, W_q, wq, w_qs, query, queries, to_q, q_lin, linea
     "relative_bias": "relative_bias relative_attention_bias",
 }
 WEIGHTS |= {role: role for operator in OPERATORS for name in operator.axes if (role := name.partition(".")[0]) not in WEIGHTS}
+ROPE_TABLES = frozenset(("cosines", "sines", "cosines_and_sines", "turns"))  # roles of what is made of the angles of RoPE
 KNOWN_DEFAULTS: dict[str, Callable[[Any], bool]] = {  # with another default, the parameter of this name may mean something else
     "scale": lambda default: default is None,
     "softcap": lambda default: default is None or (isinstance(default, int | float) and not default),
     "window": lambda default: isinstance(default, tuple | list) and len(default) == 2,  # (left, right), as in FlashAttention
+    **dict.fromkeys(ROPE_TABLES, lambda default: default is inspect.Parameter.empty),
 }
 _CALL, _WEIGHTS = by_name(CALL), by_name(WEIGHTS)
 _PROJECTION = re.compile(

@@ -18,7 +18,7 @@ from attend.check.called import make_adapter
 from attend.check.candidate import Candidate, evaluation_of
 from attend.check.cases import POSITIONAL_QUERIES, CheckCase
 from attend.check.constructor import constructed
-from attend.check.convention import CALL, HEADS, Ambiguous, Convention, Orientation
+from attend.check.convention import CALL, HEADS, ROPE_TABLES, Ambiguous, Convention, Orientation, RopeTables
 from attend.check.loading import load_candidate
 from attend.check.weights import complete_weights, eps_of_norms, is_matrix, multi_head, plain_spec, read_weights
 from attend.spec import LayerSpec
@@ -70,6 +70,7 @@ def _add_weights(
     adapter: Adapter, spec: LayerSpec | None, found: Mapping[str, Array], heads: int | None, module: Any, seed: int
 ) -> Candidate:
     """The candidate with its spec and weights: those found in it, or those passed to a function."""
+    is_given = spec is not None
     arguments = [role for role in adapter.roles if role not in CALL]  # weights that the candidate takes as arguments
     if arguments or not found:
         spec, adapter = _prepare_function(adapter, spec, found, arguments, heads, seed)
@@ -77,6 +78,10 @@ def _add_weights(
     elif heads is None:
         raise _heads_unknown(found)
     spec = spec or plain_spec(found, heads or 1, eps_of_norms(module))
+    if names := [name for role, name in adapter.roles.items() if role in ROPE_TABLES]:
+        if adapter.convention.rope_tables is None:
+            raise Ambiguous(f"the axes of {' and '.join(names)}; pass rope_tables=…", "rope_tables", get_args(RopeTables))
+        spec = spec if is_given else LayerSpec.model_validate(spec.model_dump(exclude_unset=True) | {"rope": {}})
     weights = complete_weights(found, spec, adapter.convention)
     _check_lengths(spec)
     return Candidate(replace(adapter, heads=spec.num_heads, kv_heads=spec.num_kv_heads), spec, weights, module)

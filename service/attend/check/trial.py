@@ -219,9 +219,9 @@ class Trial:
         return False
 
     def positions(self, convention: Convention) -> tuple[str, LayerSpec] | None:
-        """The positions, in words, and the layer with them under which everything agrees, if plain attention does not."""
+        """The positions, in words, and the layer with them under which everything agrees, if it does not without any."""
         plain = self.prepare(convention)
-        if self._agreement(plain) == ALL_AGREE:
+        if not plain.spec.positional and self._agreement(plain) == ALL_AGREE:
             return None
         for words, spec in with_positions(plain.spec):
             trial = Trial(self.candidate, spec, self.seed)

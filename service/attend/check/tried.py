@@ -38,12 +38,12 @@ def try_conventions(candidate: Any, spec: LayerSpec | None, convention: Conventi
         read, instead = trial.reading(convention)
         read = trial.offset(read)
         words = [*_words(convention, read), *([_instead(instead, read)] if instead else [])]
-        if spec is None:  # what it has by the names of its weights
-            found = trial.prepare(read).spec
-            words += [f"it has {operator.summary(found)}" for operator in found.operators]
-        if spec is None and (positions := trial.positions(read)) is not None:
-            name, spec = positions
-            words, trial = [*words, f"it has {name}"], Trial(candidate, spec, seed)
+        if spec is None:
+            found = trial.prepare(read).spec  # what it has by the names of its weights
+            words += [f"it has {operator.summary(found)}" for operator in found.operators if operator.axes]
+            if (positions := trial.positions(read)) is not None:
+                name, spec = positions
+                words, trial = [*words, f"it has {name}"], Trial(candidate, spec, seed)
         tried = [Tried(read, tuple(words), spec)]
         for role in OF_MASKS:
             first, *others = tried
@@ -77,6 +77,8 @@ def _words(before: Convention, after: Convention) -> Iterator[str]:
         yield f"rows of one matrix for query, key and value are {rows}"
     if after.orientation != before.orientation:
         yield f"its matrices are applied as x @ {'W' if after.orientation == 'in,out' else 'W.T'}"
+    if after.rope_tables != before.rope_tables:
+        yield f"it gets cosines and sines [{after.rope_tables}]"
     if after.num_heads != before.num_heads:
         yield f"it has {after.num_heads} head{'s' if after.num_heads != 1 else ''}"
     if after.weights != before.weights:
