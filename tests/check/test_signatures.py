@@ -1,5 +1,7 @@
 """`like` says that a function has the parameters, axes, masks and causal alignment of a known one."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -69,6 +71,10 @@ def as_sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, s
 
 def inverted_sdpa(query, key, value, attn_mask=None, is_causal=False):
     return as_sdpa(query, key, value, None if attn_mask is None else ~attn_mask, 0.0, is_causal)
+
+
+def drops_numbers(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False):
+    return as_sdpa(query, key, value, attn_mask if attn_mask is None else attn_mask != 0, dropout_p, is_causal)
 
 
 def as_flex(query, key, value, score_mod=None, block_mask=None, scale=None):
@@ -143,6 +149,23 @@ def test_a_function_agrees_with_the_conventions_of_the_one_that_it_is_like(like)
 def test_a_function_that_differs_from_the_one_that_it_is_like_disagrees(name):
     function, like, case = WRONG[name]
     assert compare(function, like=like, longest=7).first.case == case
+
+
+def test_masks_of_numbers_are_added_by_a_function_that_has_the_names_of_torch_and_its_meaning_of_true():
+    assert "mask of numbers" not in compare(as_sdpa, longest=7).untried
+    comparison = compare(drops_numbers, longest=7)
+    assert comparison.first.mistakes == ("the numbers of a mask of numbers are not added to the scores",), f"\n{comparison}"
+
+
+def test_a_function_with_the_name_and_the_parameters_of_torch_is_like_it_but_for_its_axes():
+    def scaled_dot_product_attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, at_end=False):
+        mask = causal_or_not(*(x.transpose(1, 2) for x in (query, key)), is_causal, at_end)
+        return heads_third(lambda q, k, v: as_sdpa(q, k, v, mask if attn_mask is None else attn_mask))(query, key, value)
+
+    comparison = compare(scaled_dot_product_attention, longest=7)
+    assert comparison.agrees and comparison.conventions == "found by calls: its axes are [b,n,h,d]", f"\n{comparison}"
+    wrong = partial(scaled_dot_product_attention, at_end=True)
+    assert "that of torch's scaled_dot_product_attention is top-left" in compare(wrong, longest=7).first.hint
 
 
 def test_a_function_is_like_the_one_whose_name_it_has():

@@ -21,7 +21,7 @@ from attend.check.cases import CaseKind, CheckCase
 from attend.check.computation import RELATIVE
 from attend.check.convention import ROPE_TABLES, Alignment, Convention, Polarity, mask_polarity
 from attend.check.layer import Layer
-from attend.check.signatures import FUNCTIONS
+from attend.check.signatures import FUNCTIONS, TORCH_NAMES
 from attend.check.weights import is_matrix
 from attend.tensors import Array
 
@@ -107,7 +107,8 @@ class Adapter:
         """Whether the parameter mask takes any numbers and adds them to the scores."""
         like = self.convention.like
         known = self.is_torch or (like is not None and FUNCTIONS[like].adds_numbers)
-        return known or ("mask" in self.roles and self.polarity("mask") == "add")
+        means = self.polarity("mask") if "mask" in self.roles else None
+        return known or means == "add" or (means == "attend" and self.signature.parameters.keys() >= TORCH_NAMES)
 
     @property
     def aligned(self) -> Alignment | None:

@@ -1,12 +1,13 @@
 """Functions whose parameters and conventions are known: `like="flash_attn"` says that a candidate has those of that function.
 
-The functions of these libraries themselves are recognised by their module and name. A candidate whose name begins with `flash_attn` is like
-that function, but for the axes of its inputs, which are tried.
+The functions of these libraries themselves are recognised by their module and name. A candidate whose name begins with `flash_attn`, or
+that has the name and the parameters of torch's function, is like that one, but for the axes of its inputs, which are tried.
 """
 
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -88,17 +89,29 @@ FUNCTIONS: dict[Like, KnownFunction] = {
 }
 
 
+TORCH_NAMES = frozenset(("attn_mask", "dropout_p", "is_causal"))  # only scaled_dot_product_attention of torch has all of them
+
+
 def with_signature(candidate: Any, convention: Convention) -> Convention:
     """The convention with the options that `like` stands for, or the name of a known function; those that are given stay."""
     function = getattr(candidate, "func", candidate)  # of a partial function
     path = f"{getattr(function, '__module__', '')}.{getattr(function, '__name__', '')}"
-    like = convention.like or next((like for like, known in FUNCTIONS.items() if re.fullmatch(known.path, path)), None)
-    if like is None:
+    name = path.rpartition(".")[2]
+    known = next((like for like, known in FUNCTIONS.items() if re.fullmatch(known.path, path)), None)
+    own: Like | None = "sdpa" if name == "scaled_dot_product_attention" and _parameters(function) >= TORCH_NAMES else None
+    if (like := convention.like or known or own) is None:
         return convention
     options = {name: value for name, value in FUNCTIONS[like].options.items() if name not in convention.given}
-    is_certain = "like" in convention.given or not path.rpartition(".")[2].startswith("flash_attn")
+    is_certain = "like" in convention.given or (known is not None and not name.startswith("flash_attn"))
     given = convention.given | ({*options} if is_certain else {*options} - {"layout"})
     return replace(convention, like=like, given=given, **options)
+
+
+def _parameters(function: Any) -> Set[str]:
+    """The names of a function's parameters, if it shows them."""
+    with suppress(TypeError, ValueError):
+        return inspect.signature(function).parameters.keys()
+    return frozenset()
 
 
 def known_arguments(convention: Convention, signature: inspect.Signature | None) -> dict[str, str]:
