@@ -35,7 +35,7 @@ MASKS: dict[str, tuple[tuple[str, ...], str]] = {
     "numbers": (("mask",), "a mask over queries and keys"),
 }
 OPTIONAL = frozenset(  # roles of parameters that are passed only where a case is about them
-    ("mask", "padding", "lengths", "segments", "boundaries", "cache", "use_cache", "causal", "scale", "softcap", "window")
+    ("mask", "padding", "lengths", "segments", "boundaries", "page_table", "cache", "use_cache", "causal", "scale", "softcap", "window")
 )
 
 LAYOUTS = {"b,h,n,d": (0, 1, 2, 3), "b,n,h,d": (0, 2, 1, 3), "n,b,h,d": (2, 0, 1, 3)}  # places of the axes b, h, n, d
@@ -81,6 +81,8 @@ class Adapter:
     kv_heads: int = 1
     heads_given: bool = False  # whether query, key and value are passed as heads, already projected
     matrices: Mapping[str, Array] = field(default_factory=dict)  # canonical weights, for a function that takes them as arguments
+    unused: float = np.nan  # the number in rows of pages that no item has
+    in_order: bool = False  # whether the pages of an item follow one another, and those of the next item follow them
     is_torch: bool = False  # whether it is torch's own function or module
     may_add_numbers: bool = False  # whether it may, since its signature is that of torch's function
     others: tuple[str, ...] = ()  # parameters that have a default and no known role
@@ -91,6 +93,11 @@ class Adapter:
     def required(self) -> set[str]:
         """The roles of the parameters that every call has to pass."""
         return {role for role, name in self.roles.items() if self.signature.parameters[name].default is inspect.Parameter.empty}
+
+    @property
+    def paged(self) -> bool:
+        """Whether keys and values are passed in pages in every call."""
+        return self.convention.paged or "page_table" in self.required
 
     def polarity(self, role: str) -> Polarity:
         """What true in the mask of the role mask or padding means."""
@@ -231,6 +238,7 @@ class Adapter:
         """Role -> argument. What the case does not have is passed only if it is required, and then has no effect."""
         mask_role = self.mask_role(case.kind)
         needed = self.required | {mask_role, *case.passed, *more} | ({"causal"} if self._causal_by_default else set())
+        needed |= {"page_table", "lengths"} if self.paged or "page_table" in case.passed else set()
         values = {role: self._argument(role, case, role == mask_role) for role in self.roles if role in needed or role not in OPTIONAL}
         return values | {role: value for role, value in more.items() if role in self.roles}
 
@@ -244,6 +252,8 @@ class Adapter:
         """The argument for a role. `takes_mask`: whether this parameter takes the mask of the case."""
         if role in ROPE_TABLES:
             return self._rope_tables(role, case)
+        if role in ("key", "value", "page_table") and (self.paged or "page_table" in case.passed):
+            return self._pages(role, case)
         if role in case.passed and role not in ("padding", "lengths"):
             return case.passed[role]
         mask = case.mask if takes_mask else case.passed.get(role, np.ones_like(case.mask))
@@ -267,6 +277,26 @@ class Adapter:
             "module": SimpleNamespace(num_key_value_groups=self.heads // self.kv_heads, is_causal=False, training=False),
         }
         return plain.get(role, False)
+
+    def _pages(self, role: str, case: CheckCase) -> Any:
+        """Keys or values in pages [pages, page_size, width], in the layout of the candidate; or the pages of each item in their order.
+
+        The pages of the items are mixed. Rows that no item has are `unused`, as is the page that stands in the table beyond an item's end.
+        """
+        size, (items, rows, _) = self.convention.page_size, case.key.shape
+        of_item = case.mask[:, :1] if self.mask_role(case.kind) == "lengths" else np.ones((items, 1, rows), bool)
+        count = -(-rows // size)
+        places = np.arange(items * count + 1)
+        *order, unused = places if self.in_order else np.random.default_rng(rows).permutation(places)
+        if role == "page_table":
+            begins = np.arange(count) * size < of_item.sum(-1)
+            return self._tensor(np.where(begins, np.reshape(order, (items, count)), unused), "int32")
+        x: Array = getattr(case, role)
+        pages = np.full((items * count + 1, size, x.shape[-1]), self.unused)
+        padded = np.full((items, count * size, x.shape[-1]), self.unused)
+        padded[:, :rows] = np.where(of_item.swapaxes(1, 2), x, self.unused)
+        pages[order] = padded.reshape(-1, *pages.shape[1:])
+        return self._tensor(self.in_layout(pages, role), self.dtype)
 
     def _rope_tables(self, role: str, case: CheckCase) -> Any:
         """The cosines, the sines, or both of the angles of the case's rows, in the axes that the candidate takes."""

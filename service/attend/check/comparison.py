@@ -34,6 +34,10 @@ from attend.spec import LayerSpec
 
 CHANGING = "a second call with the same inputs returns other numbers: dropout is active, or a call leaves something behind for the next one"
 MASK_ALONE = "since masks take its place, as in transformers, where they contain it; if they do, pass mask_replaces_causality=true"
+OTHER_PAGES: dict[str, tuple[Any, str]] = {  # what is passed otherwise -> what is said if all is right then
+    "unused": (1.0, "rows of pages that no item has change the output: it is right if they are 1, and not if they are NaN"),
+    "in_order": (True, "it is right if the pages of an item follow one another, and not in another order"),
+}
 MOST_NAMES = 6  # of calls that a hint lists
 
 
@@ -70,6 +74,9 @@ def _compare(loaded: Any, tried: Tried, *, seed: int, longest: int, backward: bo
     prepared = prepare(loaded, tried.spec, tried.convention, seed)
     with prepared.evaluating():
         called = _call_on_all(prepared, seed, longest)
+        if (hint := _of_pages(called, seed, longest)) is not None:
+            first = disagreement(next(x for x in called.compared if x.wrong is not None), Explanation())
+            return replace(_compared(called), found=tried.found, disagreements=(replace(first, hint=hint),))
         backward = called.agree and (backward or has_own_backward(prepared, called.compared[0].right.case))
         wrong_gradient = _compare_gradients(called, seed) if backward else None
         comparison = replace(_compared(called), found=tried.found)
@@ -103,6 +110,17 @@ def _call_on_all(prepared: Candidate, seed: int, longest: int) -> Calls:
         name = f"causality beside {prepared.adapter.roles['mask']}"
         called.results.append(CaseResult(name, skipped=MASK_ALONE, untried=True))
     return called
+
+
+def _of_pages(called: Calls, seed: int, longest: int) -> str | None:
+    """What makes a wrong candidate that takes pages right; None if nothing does."""
+    if called.agree or "page_table" not in called.prepared.adapter.roles or not any(x.wrong for x in called.compared):
+        return None
+    for name, (value, words) in OTHER_PAGES.items():
+        adapter = replace(called.prepared.adapter, **{name: value})
+        if _call_on_all(replace(called.prepared, adapter=adapter), seed, longest).agree:
+            return words
+    return None
 
 
 def _changes_nothing(prepared: Candidate, name: str, seed: int, longest: int) -> bool:

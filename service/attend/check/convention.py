@@ -68,6 +68,7 @@ class Convention:
     ] = None
     norm_weights: Annotated[Literal["w", "1 + w"], "what norms of queries and keys multiply by, where w is their parameter"] = "w"
     rope_tables: Annotated[RopeTables | None, "axes of the cosines and sines that it takes, where d is the width that RoPE rotates"] = None
+    page_size: Annotated[int, "rows of keys in a page, for what takes pages"] = 16
     weights: Annotated[
         Mapping[str, Any] | None,
         'names of the weights, if unknown: {"query": "layers.0", "output.bias": "b", …}; in Python also arrays [out, in]',
@@ -82,6 +83,7 @@ class Convention:
     sizes: Mapping[str, str] = field(default_factory=dict)  # what parameters of the constructor are, by trial
     longest: int = 4104  # rows of a sequence that a class is constructed for
     left_out: tuple[str, ...] = ()  # norms around the attention, which calls leave out, by trial
+    paged: bool = False  # whether every call gets pages, although its table of pages is optional, by trial
     residual: bool = False  # whether the query is added to the output, by trial
     given: frozenset[str] = frozenset()  # the options that are given, which no trial changes
 
@@ -153,6 +155,7 @@ def by_name(table: Mapping[str, str]) -> dict[str, str]:
     return {name: meaning for meaning, names in table.items() for name in names.split()}
 
 
+PAGE_TABLES = "block_table block_tables page_table page_tables"
 HEADS = "num_heads n_heads heads h n_head nhead nheads num_attention_heads head_num"
 CALL = {  # role of a parameter of the call -> its usual names, in lower case
     "query": "query queries q x x_q xq input inputs inputs_q input_q hidden_states query_states embeddings",
@@ -164,6 +167,7 @@ CALL = {  # role of a parameter of the call -> its usual names, in lower case
     "segments": "segments segment_ids segment_id document_ids document_id doc_ids sequence_ids seq_ids",
     "boundaries": "cu_seqlens cu_seq_lens cu_seqlens_q",
     "key_boundaries": "cu_seqlens_k cu_seqlens_kv",
+    "page_table": PAGE_TABLES,  # [b, pages of an item]
     "max_queries": "max_seqlen_q",
     "max_keys": "max_seqlen max_seqlen_k max_seqlen_kv",
     "module": "",  # the layer that a function of transformers gets

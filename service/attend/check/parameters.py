@@ -88,6 +88,8 @@ def _settings(draw: Draw, names: Mapping[str, str]) -> Iterator[Setting]:
     if "softcap" in names:
         softcap = 2.5 if spec.softcap is None else spec.softcap * 1.5
         yield Setting(f"{names['softcap']}={softcap:g}", {"softcap": softcap}, {"softcap": softcap})
+    if "page_table" in names:
+        yield Setting(names["page_table"], {"page_table": True})
     if "window" in names:
         window = Window(left=2, right=0 if draw.causal else 1)
         sides = (window.left, window.right)

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from attend.check.convention import Alignment, Convention, Like
+from attend.check.convention import PAGE_TABLES, Alignment, Convention, Like, by_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,7 @@ class KnownFunction:
 
 HEADS_SECOND, HEADS_THIRD = {"layout": "b,h,n,d"}, {"layout": "b,n,h,d"}
 ADDED = {"mask_means": "add", "mask_shape": "b,1,q,k"}
+OF_PAGES = by_name({"key": "k_cache key_cache", "value": "v_cache value_cache", "lengths": "cache_seqlens context_lens"})
 FLASH = r"(.*\.)?flash_attn"
 FUNCTIONS: dict[Like, KnownFunction] = {
     "flash_attn_varlen": KnownFunction(
@@ -117,6 +118,8 @@ def _parameters(function: Any) -> Set[str]:
 def known_arguments(convention: Convention, signature: inspect.Signature | None) -> dict[str, str]:
     """What the parameters of a candidate are: as `arguments` says, or as those of the function that it is like. None: it shows none."""
     known = FUNCTIONS[convention.like].arguments if convention.like else {}
+    if signature is not None and not signature.parameters.keys().isdisjoint(PAGE_TABLES.split()):
+        known = {**OF_PAGES, **known}
     has = {name: role for name, role in known.items() if signature is None or name in signature.parameters}
     return has | dict(convention.arguments)
 

@@ -112,19 +112,21 @@ class Trial:
                 yield from _axes(prepared, reading)
                 if reading.left_out:
                     yield from _axes(prepared, replace(reading, residual=True))
-                if (alone := self._without_keys(prepared, reading)) is not None:
-                    yield from _axes(self.prepare(alone), alone)
+                if (other := self._otherwise(prepared, reading)) is not None:
+                    yield from _axes(self.prepare(other), other)
         if not fits:
             first, *_ = refused
             raise first
 
-    def _without_keys(self, prepared: Candidate, reading: Convention) -> Convention | None:
-        """The convention without keys and values of their own, if the candidate raises for them and they are optional."""
+    def _otherwise(self, prepared: Candidate, reading: Convention) -> Convention | None:
+        """The convention with pages, or without keys and values of their own, if the candidate can be called so and raises as it is."""
         adapter = prepared.adapter
         optional = {name: "unused" for role, name in adapter.roles.items() if role in ("key", "value") and role not in adapter.required}
         try:
             output(prepared, next(iter(self.short_cases(prepared))))
         except CallFailed:
+            if "page_table" in adapter.roles:
+                return reading.tried(paged=True)
             return reading.tried(arguments={**reading.arguments, **optional}) if optional else None
         return None
 

@@ -77,6 +77,8 @@ def _words(before: Convention, after: Convention) -> Iterator[str]:
         yield f"rows of one matrix for query, key and value are {rows}"
     if after.orientation != before.orientation:
         yield f"its matrices are applied as x @ {'W' if after.orientation == 'in,out' else 'W.T'}"
+    if after.paged:
+        yield f"it gets pages of {after.page_size} keys in every call"
     if after.rope_tables != before.rope_tables:
         yield f"it gets cosines and sines [{after.rope_tables}]"
     if after.num_heads != before.num_heads:
