@@ -413,7 +413,7 @@ WRONG = {
     "layers that are exchanged": (Exchanged, "the matrices of query, key, value are taken to be those of key, query, value"),
     "a factor beside a residual and a norm": (DoublesScores, "the scores are multiplied by 2"),
     "a mask whose name says its meaning": (InvertsMask, "the mask is inverted"),
-    "lengths, which only a batch has": (sees_one_padded_key, "each query also sees the key after its last one"),
+    "lengths, which only a batch has": (sees_one_padded_key, "the key after the last one that each query may attend to is seen"),
 }
 
 
@@ -466,7 +466,7 @@ def drops_the_tail(query, key, value):
 
 def test_calls_that_are_wrong_are_listed_beside_those_that_are_right():
     hint = compare(drops_the_tail, framework="torch", longest=257).first.hint
-    assert "get no weight (in the case “65 keys”); wrong: 65 keys, 130 keys, 257 keys" in hint, hint
+    assert "are left out (in the case “65 keys”); wrong: 65 keys, 130 keys, 257 keys" in hint, hint
     assert hint.endswith("; right: no mask, cross-attention, large logits"), hint
 
 

@@ -106,17 +106,17 @@ def doubles_sinks(query, key, value, sinks):
 
 SINKS = {"spec": LayerSpec(d_model=15, num_heads=3, projections=False, sinks=True)}
 FUNCTIONS = {  # a bug -> what is said, and options
-    skips_the_third_tile: ("the keys 64 to 95, which are tile 2 of 32, get no weight", {}),
+    skips_the_third_tile: ("the keys 64 to 95, which are tile 2 of 32, are left out", {}),
     scores_the_last_key_of_the_item_before: ("the last key of item 1 has the scores of the last key of item 0", {}),
     reads_the_last_row_of_the_item_before: (
-        "the last key in item 1 gets no weight; values of other items get weight: those of the last key of item 0 in item 1",
+        "the last key in item 1 is left out; values of other items get weight: those of the last key of item 0 in item 1",
         {},
     ),
     doubles_the_weight_of_key_0: ("the first key has 2 times the weight beside the others", {}),
     clamps: ("scores above 1.3 count as 1.3", {}),
-    drops_the_diagonal: ("each query's own key gets no weight", {}),
+    drops_the_diagonal: ("each query's own key is left out", {}),
     adds_the_distance: ("-0.03 is added to the scores for each key of distance", {}),
-    is_causal_by_blocks: ("the later keys of each query's own block of 16 get weight and should get none", {}),
+    is_causal_by_blocks: ("the later keys of each query's own block of 16 are seen and should not be", {}),
     shifts_heads: ("each head has the weights of the one before", {}),
     repeats_query_0: ("query 1 has the weights of query 0", {}),
     half_of_each_head: ("only the first 2 numbers of each query and key count in the scores", {}),
@@ -189,13 +189,13 @@ class WithWindow(Layer):
 
 
 LAYERS = {
-    WithoutTheLastTwo: ("found by calls that change the value of one key each: the last 2 keys get no weight", {}),
-    BlockedByALittle: ("all blocked keys get weight and should get none; their scores are -3.7, and not -inf", {"mask_means": "attend"}),
-    OfOneInput: ("found by calls with other matrices of the values: each query's own key gets no weight", {}),
-    OfOneInputByScores: ("which are among the arrays that it makes: all keys in head 1 get no weight", {}),
+    WithoutTheLastTwo: ("found by calls that change the value of one key each: the last 2 keys are left out", {}),
+    BlockedByALittle: ("all blocked keys are seen and should not be; their scores are -3.7, and not -inf", {"mask_means": "attend"}),
+    OfOneInput: ("found by calls with other matrices of the values: each query's own key is left out", {}),
+    OfOneInputByScores: ("which are among the arrays that it makes: all keys in head 1 are left out", {}),
     WithWindow: (
         "found by calls that change the rows of one key each: the keys older than the newest 11 of the cache, which includes those of the "
-        "call, do not change the output",
+        "call, are left out",
         {"causal": True},
     ),
 }
@@ -206,6 +206,16 @@ def test_weights_of_layers_are_found(candidate):
     said, options = LAYERS[candidate]
     first = compare(candidate, longest=130 if "cache" in said else 7, **options).first
     assert not first.mistakes and said in first.hint, first.hint
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_keys_that_are_left_out_are_told_in_half_precision(dtype):
+    def whole_tiles(query, key, value):
+        keys = key.shape[2] if key.shape[2] < 32 else key.shape[2] // 32 * 32
+        return (scores_of(query, key)[..., :keys].float().softmax(-1).to(query.dtype)) @ value[:, :, :keys]
+
+    first = compare(whole_tiles, dtype=dtype, longest=130).first
+    assert first.weights == ("the keys after the last whole tile of 32 are left out",), first.hint
 
 
 def test_a_layer_that_was_given_other_matrices_has_its_own_again():

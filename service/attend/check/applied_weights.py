@@ -30,7 +30,13 @@ from attend.tensors import Array
 
 MOST_SECONDS = 0.4  # that the calls for one case may take
 MOST_PARAMETERS = 2**24  # numbers that float32 tells apart
-NEAR = {"float64": 1e-9, "float32": 1e-4}  # relative errors of the output that rounding explains after a recovery
+UNITS = {"float64": 1e-6, "float32": 1.0, "float16": 3e4, "bfloat16": 3e4}  # times more rounding than in float32
+NEAR = {
+    "float64": 1e-9,
+    "float32": 1e-4,
+    "float16": 5e-3,
+    "bfloat16": 0.04,
+}  # relative errors of the output that rounding explains after a recovery
 MOVED = 8.0  # times the largest number of the value input is added to a key's, so that the difference loses few digits
 PLAIN = {"project_value", "weighted_values", "merge", "output"}  # the only steps between the value input and the output, as matrices
 
@@ -51,9 +57,10 @@ class AppliedWeights:
 def applied_weights(candidate: Candidate, compared: ComparedCase) -> AppliedWeights | None:
     """The weights that the candidate applies in a case; None if its calls do not show them."""
     right, wrong = compared.right, compared.wrong
-    if wrong is None or wrong.name != "output" or not wrong.has_shape or right.dtype in HALF or right.case.whole is not None:
+    if wrong is None or wrong.name != "output" or not wrong.has_shape or right.case.whole is not None:
         return None
-    unit = 1e-6 if right.dtype == "float64" else 1.0
+    compared = replace(compared, seconds=call(candidate, right.case).seconds)  # the first call of a shape may take longer
+    unit, found = UNITS[right.dtype], "the weights that it applies, "
     for recover, words, noise in (
         (_of_one_hot_values, "found by calls with one-hot values", 1e-9 * unit),
         (_of_moved_values, "found by calls that change the value of one key each", 2e-6 * unit),
@@ -63,7 +70,8 @@ def applied_weights(candidate: Candidate, compared: ComparedCase) -> AppliedWeig
         with suppress(CallFailed, NoCache, np.linalg.LinAlgError):
             for weights in recover(candidate, compared):
                 if _gives(right, weights, wrong.got):
-                    return AppliedWeights(right, np.where(np.abs(weights) < noise, 0.0, weights), noise, words)
+                    seen = np.where(np.abs(weights) < noise, 0.0, weights)
+                    return AppliedWeights(right, seen, noise, found + words, has_numbers=right.dtype not in HALF)
     with suppress(CallFailed, NoCache):
         return _of_all_values(candidate, compared, 1e-9 * unit) or _of_changed_rows(candidate, compared)
     return None
@@ -96,7 +104,7 @@ def _gives(right: Computation, weights: Array, got: Array) -> bool:
     """Whether the reference with these weights returns the output that was got."""
     whole = replace(right, case=replace(right.case, chunks=(), rolled_back=None))
     made = replace_steps(mixed_weights=lambda layer, *given: weights)(whole).outputs()["output"]
-    bound = NEAR.get(right.dtype, NEAR["float64"]) * float(np.abs(made).max())
+    bound = NEAR[right.dtype] * float(np.abs(made).max())
     return bool(np.isfinite(got).all()) and float(np.abs(made - got).max()) <= bound
 
 
@@ -136,12 +144,14 @@ def _of_all_values(candidate: Candidate, compared: ComparedCase, noise: float) -
         output = Layer.split_heads(adapter.call(replace(case.call, value=rows.reshape(b, k, width))).output, h)
         found[..., item, head, start : start + count] = output[..., :count]
     made = Layer.merge_heads(np.einsum("bhqcgk,cgkd->bhqd", found, Layer.split_heads(case.value, g)))
-    if not np.abs(made - wrong.got).max() <= NEAR.get(compared.right.dtype, NEAR["float64"]) * np.abs(made).max():
+    if not np.abs(made - wrong.got).max() <= NEAR[compared.right.dtype] * np.abs(made).max():
         return None
     items, heads = np.arange(b)[:, None], np.arange(h)[None]
     own = found[items, heads, :, items, heads // (h // g)]
     found[items, heads, :, items, heads // (h // g)] = 0.0
-    return AppliedWeights(compared.right, own, noise, "found by calls with one-hot values of one item and head", of_others=found)
+    return AppliedWeights(
+        compared.right, own, noise, "the weights that it applies, found by calls with one-hot values of one item and head", of_others=found
+    )
 
 
 def _of_moved_values(candidate: Candidate, compared: ComparedCase) -> Iterator[Array]:

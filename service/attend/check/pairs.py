@@ -8,7 +8,6 @@ from attend.check.cases import CheckCase
 from attend.tensors import Array
 
 TILES = (16, 32, 64, 128)  # usual numbers of keys that a kernel reads at once
-FARTHEST = 8  # places between a query and a key that have words
 MOST_LISTED = 3  # pairs, keys or heads that are listed
 
 
@@ -68,7 +67,7 @@ def _relations(pairs: Array, among: Array, case: CheckCase) -> Iterator[tuple[st
         yield "the keys after as many as there are queries", j >= rows
     yield from _of_columns(*(np.asarray(x.any(axis=(0, 1, 2))) for x in (pairs, among)))
     for offset, aligned in ((case.query_offset, ""), (n - rows, " (the last query is at the last key)")):
-        yield from _of_places(j - i - offset, aligned)
+        yield from _of_places(j - i - offset, np.asarray(pairs.any(axis=(0, 1))), aligned)
         for tile in TILES:
             own = (i + offset) // tile == j // tile
             yield f"the later keys of each query's own block of {tile}{aligned}", own & (j > i + offset)
@@ -113,7 +112,7 @@ def _of_columns(has: Array, may: Array) -> Iterator[tuple[str, Array]]:
     ends = int(last), int(others[others > last].min(initial=n)) - 1
     keys, is_range = np.arange(n), not ((others > first) & (others < last)).any()
     if is_range and ends[0] == n - 1:
-        yield from ((f"the keys after the last whole tile of {tile}", keys >= n // tile * tile) for tile in TILES)
+        yield from ((f"the keys after the last whole tile of {tile}", keys >= n // tile * tile) for tile in TILES[::-1])
     if is_range and begins[0] == 0 and len(chosen) == 1:
         yield "the first key", keys == 0
     if is_range and ends[1] == n - 1 and len(chosen) == 1:
@@ -145,20 +144,16 @@ def _of_columns(has: Array, may: Array) -> Iterator[tuple[str, Array]]:
     yield listed(chosen.tolist(), "key"), has
 
 
-def _of_places(distance: Array, aligned: str) -> Iterator[tuple[str, Array]]:
-    """Relations of the places of query and key: `distance` is that of the key after the query [q, k]."""
-    named = {0: "each query's own key", -1: "the key before each query's own", 1: "the key after each query's own"}
-    far = [offset for x in range(2, FARTHEST + 1) for offset in (-x, x)]
-    for offset, words in named.items():
-        yield words + aligned, distance == offset
-    yield f"the keys after each query's own{aligned}", distance > 0
-    yield f"the keys before each query's own{aligned}", distance < 0
-    yield f"each query's own key and those after it{aligned}", distance >= 0
-    yield f"each query's own key and those before it{aligned}", distance <= 0
+def _of_places(distance: Array, has: Array, aligned: str) -> Iterator[tuple[str, Array]]:
+    """Relations of the places of query and key: `distance` is that of the key after the query, and `has` the pairs [q, k]."""
+    first, last = int(distance.min(where=has, initial=distance.max())), int(distance.max(where=has, initial=distance.min()))
+    begin, end = (f"i {'-' if x < 0 else '+'} {abs(x)}" if x else "i" for x in (first, last))
+    alone = {0: "each query's own key", -1: "the key before each query's own", 1: "the key after each query's own"}
+    later = {0: "each query's own key and those after it", 1: "the keys after each query's own"}
+    earlier = {0: "each query's own key and those before it", -1: "the keys before each query's own"}
+    if first == last:
+        yield alone.get(first, f"key {begin} of each query i") + aligned, distance == first
+    yield later.get(first, f"the keys from {begin} on of each query i") + aligned, distance >= first
+    yield earlier.get(last, f"the keys up to {end} of each query i") + aligned, distance <= last
     yield f"all keys but each query's own{aligned}", distance != 0
-    for offset in (-1, 1, *far):
-        place = f"i {'+' if offset > 0 else '-'} {abs(offset)}"
-        yield f"the keys after {place} of each query i{aligned}", distance > offset
-        yield f"the keys before {place} of each query i{aligned}", distance < offset
-    for offset in far:
-        yield f"key i {'+' if offset > 0 else '-'} {abs(offset)} of each query i{aligned}", distance == offset
+    yield f"the keys {begin} to {end} of each query i{aligned}", (distance >= first) & (distance <= last)

@@ -22,6 +22,7 @@ from attend.check.layer import Layer
 from attend.check.low_precision import HALF
 from attend.tensors import Array
 
+ON_AVERAGE = "on average the errors are"
 DRAWS = 6  # of moved numbers; 2 for calls of many pairs
 MANY = 5000
 TILE = 16  # keys of the shortest tile after which a sum may be stored
@@ -77,7 +78,7 @@ class Spread:
             Measure(
                 mean,
                 typical * self._times / 2,
-                f"on average the errors are {2 * mean / typical:.2g} times those that rounding every step makes",
+                f"{ON_AVERAGE} {2 * mean / typical:.2g} times those that rounding every step makes",
             ),
         ]
         if not self.is_rough and (square := float(np.sum(self.by_scale[name] ** 2))) > 0:

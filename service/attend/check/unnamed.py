@@ -16,17 +16,20 @@ from attend.check.cases import CheckCase
 from attend.check.disagreements import IN_SWEEP, UNEXPLAINED
 from attend.check.preparation import prepare
 from attend.check.report import Comparison
+from attend.check.spread import ON_AVERAGE
 from attend.check.tried import Tried
 from attend.check.weight_facts import facts
 
-MOST_CASES = 4  # wrong ones that are called again, to find one of another length
+LARGEST = 100.0  # score of a case: with larger ones, most weights are 0
+MOST_CASES = 4  # further wrong ones of which what is said has to be true, too
+UNNAMED = (UNEXPLAINED, IN_SWEEP, ON_AVERAGE)  # how hints begin that name nothing
 NAMES = {"query": "queries", "key": "keys", "value": "values"}
 
 
 def with_weights(loaded: Any, tried: Tried, comparison: Comparison, seed: int, longest: int) -> Comparison:
     """The comparison with what the applied weights show, if the first disagreement has numbers and no name."""
     first = comparison.first
-    if first is None or first.index is None or first.output != "output" or not (first.hint or "").startswith((UNEXPLAINED, IN_SWEEP)):
+    if first is None or first.index is None or first.output != "output" or not (first.hint or "").startswith(UNNAMED):
         return comparison
     prepared = prepare(loaded, tried.spec, tried.convention, seed)
     with prepared.evaluating(), suppress(Exception):  # what a wrong candidate makes of other values is its own affair
@@ -48,9 +51,9 @@ def _told(prepared: Candidate, comparison: Comparison, seed: int, longest: int) 
         return (f"the output does not depend on the {names}",), "found by calls with other numbers"
     if (applied := applied_weights(prepared, first)) is None:
         return (), ""
-    further = [*_other_draw(prepared, first, seed), *_of_other_length(first, wrong)]
+    further = [*_other_draw(prepared, first, seed), *islice(wrong, MOST_CASES)]
     others = [x for case in further if (x := applied_weights(prepared, case)) is not None and x.has_numbers is applied.has_numbers]
-    return facts([applied, *others]), f"the weights that it applies, {applied.found}" if applied.has_numbers else applied.found
+    return facts([applied, *others]), applied.found
 
 
 def _other_draw(prepared: Candidate, first: ComparedCase, seed: int) -> Iterator[ComparedCase]:
@@ -59,12 +62,6 @@ def _other_draw(prepared: Candidate, first: ComparedCase, seed: int) -> Iterator
     for other in prepared.draw_cases(seed + 1, (case.group,)):
         if other.name == case.name:
             yield from _if_wrong(prepared, other)
-
-
-def _of_other_length(first: ComparedCase, wrong: Iterator[ComparedCase]) -> Iterator[ComparedCase]:
-    """One of the next wrong cases, of another length if there is one."""
-    others, keys = [*islice(wrong, MOST_CASES)], first.right.case.key.shape[1]
-    yield from sorted(others, key=lambda x: x.right.case.key.shape[1] == keys)[:1]
 
 
 def _wrong_cases(prepared: Candidate, comparison: Comparison, seed: int, longest: int) -> Iterator[ComparedCase]:
@@ -80,5 +77,6 @@ def _if_wrong(prepared: Candidate, case: CheckCase) -> Iterator[ComparedCase]:
     """The case as it is compared, if its numbers are wrong."""
     with suppress(CallFailed, NoCache):
         compared = call(prepared, case)
-        if compared.wrong is not None and compared.has_shapes and np.isfinite(compared.wrong.got).any():
+        is_clear = compared.has_shapes and compared.expected.largest_score <= LARGEST
+        if compared.wrong is not None and is_clear and np.isfinite(compared.wrong.got).any():
             yield compared

@@ -24,13 +24,14 @@ Sentences = dict[str, list[str]]  # what they are about -> alternatives that are
 
 
 def facts(applied: Sequence[AppliedWeights]) -> tuple[str, ...]:
-    """The simplest sentence about each subject that is true of the first of the wrong cases, and of the others, if there is one."""
+    """The simplest sentence about each subject that is true of the first of the wrong cases, and of most others."""
     first, *others = [_sentences(x) for x in applied]
     told = []
     for subject, sentences in first.items():
-        of_all = [x for x in sentences if all(x in other.get(subject, ()) for other in others)]
-        case = applied[0].right.case.name
-        told.append(of_all[0] if of_all else f"{sentences[0]} (in the case “{case}”)")
+        holds = [sum(x in other.get(subject, ()) for other in others) for x in sentences]
+        most = max(holds)
+        where = "" if most == len(others) else f" (in the case “{applied[0].right.case.name}”)"
+        told.append(sentences[holds.index(most)] + where)
     return tuple(told)
 
 
@@ -193,13 +194,9 @@ def _lost(seen: _Seen) -> Iterator[str]:
     """Which keys get no weight that should get some."""
     if not seen.lost.any():
         return
-    has_numbers = seen.applied.has_numbers
     for words in descriptions(seen.lost, seen.weighty, seen.applied.right.case):
-        if words == "all keys":
-            yield "no key gets any weight" if has_numbers else "no key changes the output"
-        else:
-            yield f"{words} get{_s(words)} no weight" if has_numbers else f"{words} do{'es' if _s(words) else ''} not change the output"
-    yield f"no weight is given to {first_of(seen.lost)}"
+        yield f"{words} {_is(words)} left out"
+    yield f"{first_of(seen.lost)} are left out"
 
 
 def _gained(seen: _Seen) -> Iterator[str]:
@@ -207,24 +204,19 @@ def _gained(seen: _Seen) -> Iterator[str]:
     if not seen.gained.any():
         return
     for words in descriptions(seen.gained, seen.blocked, seen.applied.right.case):
-        which = f"{words.replace('all keys', 'all blocked keys', 1)}"
-        if seen.applied.has_numbers:
-            yield f"{which} get{_s(words)} weight and should get none"
-        else:
-            yield f"{which} change{_s(words)} the output and should not"
-    yield f"weight that should be 0 is given to {first_of(seen.gained)}"
+        yield f"{words.replace('all keys', 'all blocked keys', 1)} {_is(words)} seen and should not be"
+    yield f"{first_of(seen.gained)} are seen and should not be"
 
 
-def _s(words: str) -> str:
-    """The ending of the verb after words for one or several keys."""
-    begins = ("the last key", "the first key", "the key ", "key ", "every ", "each query's own key")
-    one = words.startswith(begins) and "own key and" not in words
-    return "s" if one else ""
+def _is(words: str) -> str:
+    """The verb after words for one or several keys."""
+    one = words.startswith(("the last key", "the first key", "the key ", "key ", "every ", "each query's own key"))
+    return "is" if one and "own key and" not in words else "are"
 
 
 def _gained_scores(seen: _Seen) -> Iterator[str]:
     """What scores blocked keys have in place of -inf."""
-    if not seen.gained.any() or not (seen.gained | ~seen.blocked).all():
+    if not seen.gained.any():
         return
     anchor = (seen.logarithms - seen.scores - seen.errors).max(axis=-1, initial=-np.inf, where=seen.shared, keepdims=True)
     known = seen.gained & np.isfinite(anchor) & (seen.got > 1e3 * seen.applied.noise)
@@ -351,7 +343,7 @@ def _of_keys(seen: _Seen) -> Iterator[str]:
         factors = {f"{round(float(np.exp(np.median(x))), 6):.4g}" for x in numbers.values()}
         if len(factors) == 1:
             for words in descriptions(np.broadcast_to(np.isin(np.arange(n), wrong), known.shape), known, seen.applied.right.case):
-                yield f"{words} ha{'s' if _s(words) else 've'} {factors.copy().pop()} times the weight beside the others"
+                yield f"{words} ha{'s' if _is(words) == 'is' else 've'} {factors.copy().pop()} times the weight beside the others"
 
 
 def _groups(seen: _Seen) -> list[tuple[int, int]]:

@@ -25,48 +25,6 @@ from attend.spec_parts import Window
 from attend.tensors import Array
 
 
-def _with_next_key(visible: Array) -> Array:
-    """The mask with the key after the last visible one of each query: [b, q, k]."""
-    last = visible.shape[-1] - 1 - np.argmax(visible[..., ::-1], axis=-1)
-    return np.asarray(visible | (np.arange(visible.shape[-1]) == last[..., None] + 1))
-
-
-def _without_last_key(visible: Array) -> Array:
-    """The mask without the last visible key of each query."""
-    last = visible.shape[-1] - 1 - np.argmax(visible[..., ::-1], axis=-1)
-    return np.asarray(visible & (np.arange(visible.shape[-1]) != last[..., None]))
-
-
-def _leave_out(edge: int) -> Change:
-    """Blocks the first (0) or last (-1) key of each packed sequence, or of all keys. Impossible if no query sees it."""
-
-    def change(c: Computation) -> Computation:
-        left_out = np.zeros((c.case.visible.shape[0], c.case.visible.shape[2]), bool)
-        left_out[:, edge] = True
-        if c.case.segments is not None and not c.case.is_cross:
-            begins = np.diff(c.case.segments, axis=1) != 0
-            left_out[:, 1:] |= begins if edge == 0 else False
-            left_out[:, :-1] |= begins if edge == -1 else False
-        visible = c.case.visible & ~left_out[:, None]
-        if np.array_equal(visible, c.case.visible):
-            raise Impossible
-        return replace(c, case=replace(c.case, visible=visible))
-
-    return change
-
-
-def _leave_out_part_of_tile(keys: int) -> Change:
-    """Blocks the keys after the last whole tile of so many. Impossible if there is no whole one, or nothing after it."""
-
-    def change(c: Computation) -> Computation:
-        there = c.case.visible.shape[2]
-        if there < keys or there % keys == 0:
-            raise Impossible
-        return replace(c, case=replace(c.case, visible=c.case.visible & (np.arange(there) < there // keys * keys)))
-
-    return change
-
-
 def _zero_padded(roles: tuple[str, ...]) -> Change:
     """Multiplies these inputs by 0 where a key is padded, and blocks nothing. Impossible where no keys are padded."""
 
@@ -144,7 +102,6 @@ def _wider(window: Window | None, by: int) -> Window | None:
 
 
 RAISED = 300.0  # gives a key all the weight, as any larger number does, and loses few digits of the scores
-TILES = (16, 32, 64, 128)  # usual numbers of keys that a kernel reads at once
 MISTAKES: dict[str, dict[str, Mistake]] = {
     "mask": computing(
         "softmax(S + M) V, M_ij = -inf where key j is blocked for query i",
@@ -159,17 +116,9 @@ MISTAKES: dict[str, dict[str, Mistake]] = {
             ),
             "the mask is ignored": ("softmax(S) V", change_mask(np.ones_like)),
             "the mask is transposed": ("softmax(S + Mᵀ) V", change_mask(_transposed)),
-            "each query also sees the key after its last one (a mask or length that is off by one)": (
-                "softmax(S + M) V, and the key after the last one is visible",
-                change_mask(_with_next_key),
-            ),
             "the causal mask blocks each query's own key (off by one)": (
                 "softmax(S + M) V, M_ij = -inf where j ≥ i",
                 only_if(lambda c: c.case.kind == "causal", change_mask(lambda mask: np.tril(mask, -1))),
-            ),
-            "the mask lets each query see one key too few: its last one is blocked, too": (
-                "softmax(S + M) V, and the last visible key is blocked",
-                change_mask(_without_last_key),
             ),
             "the mask of query i and key j is that of query i and key i": (
                 "softmax(S_ij + M_ii) V",
@@ -206,20 +155,6 @@ MISTAKES: dict[str, dict[str, Mistake]] = {
                 seeing("j ≥ i"),
                 change_causality(_keys_from(0)),
             ),
-            **{
-                f"its causal mask lets query i see keys up to {words} (off by {abs(by)})": (
-                    seeing(f"j ≤ {words}"),
-                    change_causality(_keys_up_to(by)),
-                )
-                for words, by in (("i + 2", 2), ("i - 2", -2), ("i + 3", 3))
-            },
-            **{
-                f"its causal mask lets query i see keys from {words} on": (
-                    seeing(f"j ≥ {words}"),
-                    change_causality(_keys_from(by)),
-                )
-                for words, by in (("i - 1", -1), ("i + 2", 2), ("i - 2", -2), ("i + 3", 3))
-            },
             "its causal mask blocks every key": ("softmax(S + M) V, query i sees no key", change_causality(np.zeros_like)),
             "its causal mask is inverted: queries attend to later keys alone": (
                 seeing("j > i"),
@@ -263,10 +198,6 @@ MISTAKES: dict[str, dict[str, Mistake]] = {
     "blocked": computing(
         attention(),
         {
-            f"blocked scores are set to {fill} and not to -inf": (f"softmax(where(blocked, {fill}, S)) V", _fill_blocked(fill))
-            for fill in (1.0, -1.0, -10.0)
-        }
-        | {
             "blocked scores are +inf and not -inf, as where the mask's numbers are subtracted and not added": (
                 "softmax(where(blocked, inf, S)) V",
                 change_softmax(lambda c, softmax, scores, sinks: softmax(np.where(scores <= -min(LARGE), -scores, scores), sinks)),
@@ -286,14 +217,6 @@ MISTAKES: dict[str, dict[str, Mistake]] = {
                     change_softmax(lambda c, softmax, scores, sinks: np.where(c.case.visible[:, None], softmax(scores, sinks), -np.inf)),
                     UNMASK,
                 ),
-            ),
-            "the mask's ones (1 = attend) are added to the scores": (
-                "softmax(S + M) V, M = 1 where a key is visible, 0 where not",
-                add_mask(lambda visible: visible),
-            ),
-            "the mask's ones (1 = blocked) are added to the scores": (
-                "softmax(S + M) V, M = 1 where a key is blocked, 0 where not",
-                add_mask(lambda visible: ~visible),
             ),
         },
     ),
@@ -320,23 +243,6 @@ MISTAKES: dict[str, dict[str, Mistake]] = {
                 ("keys and values", "the inputs of K_j and V_j", ("key", "value")),
                 ("rows", "x_j", ("query", "key", "value")),
             )
-        },
-    ),
-    "last tile": computing(
-        "keys j from 0 to n - 1",
-        {
-            f"the keys after the last whole tile of {keys} are left out": (
-                f"keys j from 0 to {keys} · floor(n / {keys}) - 1",
-                _leave_out_part_of_tile(keys),
-            )
-            for keys in TILES
-        },
-    ),
-    "first and last key": computing(
-        "keys j from 0 to n - 1 (of packed sequences: of each)",
-        {
-            "the last key is left out, that of each sequence if several are packed": ("keys j from 0 to n - 2", _leave_out(-1)),
-            "the first key is left out, that of each sequence if several are packed": ("keys j from 1 to n - 1", _leave_out(0)),
         },
     ),
     "window length": computing(

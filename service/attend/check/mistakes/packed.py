@@ -78,16 +78,6 @@ def missing_rows(c: Computation, rows: Array) -> Computation:
     return replace(c, case=replace(c.case, query=c.case.query[:, kept], visible=c.case.visible[:, kept]))
 
 
-def see_sequences(visible: Callable[[Array, Array], Array]) -> Change:
-    """Which keys a query sees, by the numbers of its sequence [b, q, 1] and of theirs [b, 1, k]. Impossible in one sequence."""
-
-    def change(c: Computation) -> Computation:
-        segments = _segments(c)
-        return replace(c, case=c.case.seeing(mask=visible(segments[:, :, None], segments[:, None])))
-
-    return only_if(lambda c: c.case.kind == "segments", change)
-
-
 def begin_at_first_row(roles: tuple[str, ...]) -> Change:
     """The keys or values of each sequence are as many rows as it has, from row 0. Impossible in one sequence."""
 
@@ -140,16 +130,6 @@ MISTAKES: dict[str, dict[str, Mistake]] = {
     "packed keys": computing(
         "query i sees the keys of its sequence, from its start to its end",
         {
-            "the keys of each packed sequence begin at row 0, and not at its own start": (
-                "query i sees the keys from 0 to the end of its sequence",
-                see_sequences(lambda own, of_key: of_key <= own),
-            ),
-            "the keys of each packed sequence go on to the last row, and not to its own end": (
-                "query i sees the keys from the start of its sequence on",
-                see_sequences(lambda own, of_key: of_key >= own),
-            ),
-        }
-        | {
             f"the {words} of each packed sequence are rows 0 to its length, and not those from its start": (
                 f"{symbol} = {symbol}[0 : end - start]",
                 begin_at_first_row(roles),

@@ -48,19 +48,6 @@ def transposed_products(layer: Layer, q: Array, k: Array) -> Array:
     return np.asarray(k @ q.swapaxes(-1, -2))
 
 
-def map_scores(changed: Callable[[Array], Array]) -> Change:
-    """Applies a function to the scores after the scale, before the mask."""
-
-    def change(c: Computation) -> Computation:
-        return replace_steps(mixed_scores=lambda layer, *given: changed(c.layer.mixed_scores(layer, *given)))(c)
-
-    return change
-
-
-def _clipped(bound: float) -> Callable[[Array], Array]:
-    return lambda scores: np.clip(scores, -bound, bound)
-
-
 def cap(changed: Callable[[Array, float, float], Array]) -> Change:
     """Replaces the softcap by a function of the scores, the softcap and the scale. Impossible without a softcap."""
 
@@ -70,13 +57,7 @@ def cap(changed: Callable[[Array, float, float], Array]) -> Change:
     return only_if(lambda c: c.spec.softcap, change)
 
 
-Scores = Callable[[Array], Array]
-CLIPPED: dict[str, tuple[str, Scores]] = {
-    f"the scores are clipped to ±{bound}": (f"clip(Q Kᵀ{{scale}}, ±{bound})", _clipped(bound)) for bound in (1, 2, 5, 10, 20, 50, 100)
-}
-
 MISTAKES: dict[str, dict[str, Mistake]] = {
-    "bounds": {name: Mistake(map_scores(changed), attention(wrong), attention()) for name, (wrong, changed) in CLIPPED.items()},
     "softcap + softcap formula": computing(
         "softmax(c · tanh(S / c))",
         {

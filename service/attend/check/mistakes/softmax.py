@@ -6,8 +6,8 @@ import numpy as np
 
 from attend.check.changes import Change, Function, change_softmax, change_spec, exp_without_maximum
 from attend.check.computation import Computation
-from attend.check.mistakes.masks import TILES
 from attend.check.mistakes.mistake import Mistake, computing
+from attend.check.pairs import TILES
 from attend.tensors import BY_TORCH, Array
 
 RIGHT = "P = exp(S - m) / Σ exp(S - m), m and Σ over the keys"
