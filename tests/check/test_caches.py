@@ -243,3 +243,42 @@ def test_caches_in_place_and_in_the_candidate_are_decoded_and_rolled_back(candid
     assert {result.case for result in comparison.results if result.agrees is False} == wrong
     assert sum(result.case.startswith("decoding") for result in comparison.results) == 3
     assert (comparison.first.mistakes if comparison.first else ()) == named
+
+
+class WithFlag(Cached):
+    """Keeps the rows of calls with a flag, as no value that it takes or returns shows."""
+
+    kept = None
+
+    def forward(self, x, use_cache=False):
+        output, cache = super().forward(x, self.kept if use_cache else None)
+        self.kept = cache if use_cache else self.kept
+        return output
+
+
+class FlagWithTopLeft(WithFlag):
+    def first_position(self, queries, keys):
+        return 0
+
+
+class FlagOfReturnedCache(Cached):
+    """A flag whose cache is returned, and taken by a parameter of unknown meaning."""
+
+    def forward(self, x, use_cache=False, state=None):
+        output, cache = super().forward(x, state)
+        return (output, cache) if use_cache else output
+
+
+def test_a_cache_in_the_candidate_that_a_flag_turns_on_is_decoded():
+    comparison = compare(WithFlag, longest=7)
+    cases = [x.case for x in comparison.results if x.agrees]
+    assert comparison.is_complete and {"decoding row by row", "decoding in other chunks"} <= {*cases}, f"\n{comparison}"
+    layer = WithFlag(12, 3)
+    assert compare(layer, longest=7).is_complete and layer.kept is None
+    wrong = compare(FlagWithTopLeft, longest=7)
+    assert wrong.first.mistakes[0].startswith("in a call with a cache, the causal mask is aligned at the first key"), f"\n{wrong}"
+
+
+def test_a_flag_whose_cache_is_returned_is_not_tried():
+    comparison = compare(FlagOfReturnedCache, longest=7)
+    assert comparison.agrees and comparison.parameters == ("use_cache", "state"), f"\n{comparison}"

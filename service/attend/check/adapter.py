@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -87,6 +87,7 @@ class Adapter:
     may_add_numbers: bool = False  # whether it may, since its signature is that of torch's function
     others: tuple[str, ...] = ()  # parameters that have a default and no known role
     returned: set[str] = field(default_factory=set)  # the packages of what it returned: some take arrays of NumPy and return those of JAX
+    keeps_cache: bool = False  # whether calls with `use_cache` keep their rows for the next one in the candidate itself
     new_cache: Callable[[], Any] | None = None  # makes the cache of the first call, which calls change in place
 
     @property
@@ -153,6 +154,8 @@ class Adapter:
         """Call the candidate, or decode with it. CallFailed: it raised. NoCache. ValueError: its result is no array."""
         if not case.chunks:
             return self._result(self._call(case, {}))
+        if self.keeps_cache:
+            return replace(self, function=deepcopy(self.function), keeps_cache=False).call(case)
         results, cache, taken_back = [], self._empty_cache(), case.rolled_back
         for part in case.parts:
             returned = self._call(part, {"cache": cache, "use_cache": True})
@@ -161,6 +164,18 @@ class Adapter:
             if taken_back is not None:
                 cache, taken_back = self._after_rows_that_are_taken_back(taken_back, cache), None
         return CandidateResult(np.concatenate([x.output for x in results], axis=1), None, results[0].dtype)
+
+    def keeps_rows(self, case: CheckCase) -> bool:
+        """Whether a call with `use_cache` changes the numbers of the next one."""
+        if "use_cache" not in self.roles or self.roles.keys() & {"cache", "first_position"}:
+            return False
+        other = replace(case, query=np.sin(np.arange(case.query.size)).reshape(case.query.shape))
+        first, second = (replace(self, function=deepcopy(self.function)) for _ in range(2))
+        with suppress(CallFailed):
+            second._call(case, {"use_cache": True})
+            alone, after = (x._call(other, {"use_cache": True}) for x in (first, second))
+            return hasattr(alone, "dtype") and not np.array_equal(as_float64(alone), as_float64(after), equal_nan=True)
+        return False
 
     def _empty_cache(self) -> Any:
         return None if self.new_cache is None else self.new_cache()

@@ -57,8 +57,11 @@ class Candidate:
         """The cases of these groups; the adapter cannot call the candidate on those with a `skip_reason`."""
         adapter, roles = self.adapter, self.adapter.roles
         draw = self.draw(seed, lengths)
-        decodes = not roles.keys().isdisjoint({"cache", "first_position"})
-        drawn = [draw_short_cases(draw, decodes=decodes, packs_keys="key_boundaries" in roles)] if "short" in groups else []
+        takes_back = not roles.keys().isdisjoint({"cache", "first_position"})
+        decodes = takes_back or adapter.keeps_cache
+        drawn = list[Iterator[CheckCase]]()
+        if "short" in groups:
+            drawn.append(draw_short_cases(draw, decodes=decodes, takes_back=takes_back, packs_keys="key_boundaries" in roles))
         if "parameters" in groups:
             adds = adapter.adds_numbers or adapter.may_add_numbers
             kinds = [kind for kind in get_args(CaseKind) if kind != "numbers" or adds]

@@ -215,8 +215,9 @@ def lengths_for(spec: LayerSpec, *, batched: bool = True, larger: bool = False, 
     return Lengths(lengths.batch + larger if batched else 1, queries, lengths.keys)
 
 
-def draw_short_cases(draw: Draw, *, decodes: bool = False, packs_keys: bool = False) -> Iterator[CheckCase]:
-    """The cases in order of difficulty. `decodes`: the candidate has a cache. `packs_keys`: packed keys have lengths of their own."""
+def draw_short_cases(draw: Draw, *, decodes: bool = False, takes_back: bool = True, packs_keys: bool = False) -> Iterator[CheckCase]:
+    """The cases in order of difficulty. `decodes`: the candidate has a cache, from which a caller `takes_back` rows. `packs_keys`: packed
+    keys have lengths of their own."""
     spec, queries, keys = draw.spec, draw.queries, draw.lengths.keys
     yield draw.case("no mask", "plain", queries)
     if decodes:
@@ -225,7 +226,8 @@ def draw_short_cases(draw: Draw, *, decodes: bool = False, packs_keys: bool = Fa
         yield replace(whole, name="decoding in chunks", chunks=(2, 1, queries - 3))
         taken_back = replace(draw.case("rows that are rolled back", "plain", 2, queries=2), first_row=1)
         # Chunks of several rows after 1 and after 3 show a length of the cache that is always the same.
-        yield replace(whole, name="decoding with roll-back", chunks=(1, 2, queries - 3), rolled_back=taken_back)
+        name = "decoding with roll-back" if takes_back else "decoding in other chunks"
+        yield replace(whole, name=name, chunks=(1, 2, queries - 3), rolled_back=taken_back if takes_back else None)
     yield draw.case("mask", "mask", queries, draw.mask(queries))
     yield draw.case("causal mask", "causal", queries, np.tri(queries, dtype=bool))
     if not spec.positional:  # the positions of queries are open if q != k

@@ -6,6 +6,7 @@ Torch is used only where the caller has imported it. A module runs in evaluation
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any, get_args
@@ -84,7 +85,10 @@ def _add_weights(
         spec = spec if is_given else LayerSpec.model_validate(spec.model_dump(exclude_unset=True) | {"rope": {}})
     weights = complete_weights(found, spec, adapter.convention)
     _check_lengths(spec)
-    return Candidate(replace(adapter, heads=spec.num_heads, kv_heads=spec.num_kv_heads), spec, weights, module)
+    adapter = replace(adapter, heads=spec.num_heads, kv_heads=spec.num_kv_heads)
+    with evaluation_of(module) if module is not None else nullcontext():
+        adapter = replace(adapter, keeps_cache=adapter.keeps_rows(_shape_case(adapter.convention)))
+    return Candidate(adapter, spec, weights, module)
 
 
 def _without(module: Any, names: Sequence[str]) -> tuple[Any, tuple[str, ...]]:
