@@ -20,6 +20,7 @@ In the order in which to read it:
     config.py, model.py          a model's config.json, and the layers that it describes
     unrelated_fields.py          fields of a config that no attention depends on
     families/, rope.py           how the config of each family becomes a spec
+    powers.py                    powers that are the same on every processor
     folder.py                    files that save_pretrained writes
 """
 

@@ -7,6 +7,7 @@ import numpy as np
 
 from attend.checkpoints.conversions import KINDS, RowOrder, convert, split_rows, stacked
 from attend.checkpoints.layout import INPUTS, Converted, Fields, LayerTensors, Weights
+from attend.checkpoints.powers import powers
 from attend.spec_parts import PROJECTIONS
 from attend.tensors import Array
 
@@ -102,16 +103,16 @@ def cosine(tensors: LayerTensors) -> Converted:
     logarithmic distances), become a table.
     """
     converted, grid, head_dim = convert(tensors), tensors.given["grid_bias"], tensors.given["head_dim"]
-    scales = np.exp(np.minimum(tensors.get("logit_scale", "heads", "1", "1"), math.log(100))).reshape(-1, 1)
+    scales = powers(math.e, np.minimum(tensors.get("logit_scale", "heads", "1", "1"), math.log(100))).reshape(-1, 1)
     norms = {"query": scales * head_dim**-0.5, "key": np.full_like(scales, head_dim**-0.5)}
-    sides = [np.arange(1 - n, n) * 8 / max(n - 1, 1) for n in (grid["height"], grid["width"])]
+    distances = (np.arange(1 - n, n) * 8 / max(n - 1, 1) for n in (grid["height"], grid["width"]))
+    sides = [[math.copysign(math.log2(abs(x) + 1) / 3, x) for x in of_side] for of_side in distances]
     places = np.stack(np.meshgrid(*sides, indexing="ij"), axis=-1).reshape(-1, 2)
-    places = np.sign(places) * np.log2(np.abs(places) + 1) / 3
     first, bias = tensors.get("network.weight", "n", "2"), tensors.get("network.bias", "n")
     last = tensors.get("network_out.weight", "heads", "n")
     if not first.shape[::-1] == (2, len(bias)) == (2, last.shape[1]):
         raise tensors.misfit("network.weight", f"shape [{len(bias)}, 2], as the network's other tensors have it")
-    table = 16 / (1 + np.exp(-np.maximum(places @ first.T + bias, 0) @ last.T))
+    table = 16 / (1 + powers(math.e, -np.maximum(places @ first.T + bias, 0) @ last.T))
     made = {f"{name}_norm.weight": np.repeat(norm, head_dim, axis=1) for name, norm in norms.items()} | {"grid_bias": table}
     return replace(converted, weights=converted.weights | {name: x.astype(np.float32) for name, x in made.items()})
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from attend.checkpoints.config import Config
 from attend.checkpoints.layout import Fields
+from attend.checkpoints.powers import powers
 from attend.tensors import Array
 
 LENGTH = "original_max_position_embeddings"
@@ -80,18 +81,13 @@ def rope_fields(config: Config, rotary: Rotary, layer_type: str, head_dim: int) 
         config.ignore("rope_interleaved")
     rope: Fields = {"theta": theta, "dims": dims, "interleaved": interleaved}
     with np.errstate(all="ignore"):  # numbers that are not finite are refused with the spec
-        unscaled = _powers(theta, -np.arange(0, dims, 2) / dims)
+        unscaled = powers(theta, -np.arange(0, dims, 2) / dims)
         rope |= SCALINGS[kind](RopeInputs(config, settings, unscaled, theta, partial)) if kind in SCALINGS else {}
     if rotary.negate_angles:
         rope["frequencies"] = [-x for x in rope.get("frequencies", unscaled.tolist())]
     if rotary.sections and settings.get("mrope_section") is not None:
         rope["axes"] = section_axes(settings, rotary, dims // 2)
     return rope
-
-
-def _powers(theta: float, exponents: Array) -> Array:
-    """theta^x by the C library. The last digit of NumPy's powers of arrays, and so a layer, depends on the kind of processor."""
-    return np.array([np.float64(theta) ** x for x in exponents])
 
 
 def section_axes(settings: Config, rotary: Rotary, pairs: int) -> list[int]:
@@ -118,7 +114,7 @@ def image_fields(config: Config, settings: Config, rotary: Rotary, head_dim: int
         raise config.refusal("rope_theta", "a positive number", theta)
     of_rows = np.arange(0, head_dim, 4) / head_dim
     exponents = np.concatenate([of_rows, of_rows + (2 / head_dim if rotary.image == "alternating" else 0)])
-    frequencies, axes = rotary.unit * _powers(theta, -exponents), [0] * len(of_rows) + [1] * len(of_rows)
+    frequencies, axes = rotary.unit * powers(theta, -exponents), [0] * len(of_rows) + [1] * len(of_rows)
     return {
         "dims": head_dim,
         "interleaved": rotary.interleaved,

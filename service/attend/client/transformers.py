@@ -179,7 +179,7 @@ def register(client: Client, layers: Container[int] | None = None, *, calls_per_
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, eager_mask)  # without it, transformers passes no mask
     if PreTrainedModel.get_correct_attn_implementation is not _checked_implementation:
-        PreTrainedModel.get_correct_attn_implementation = _checked_implementation  # type: ignore[method-assign, assignment]
+        PreTrainedModel.get_correct_attn_implementation = _checked_implementation  # type: ignore[method-assign, assignment]  # replaced
     return attention
 
 

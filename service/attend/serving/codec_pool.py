@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from attend.serving.queueing import FairQueue
@@ -72,7 +73,7 @@ class WorkQueue:
                 item.future.set_exception(error)
                 continue
             self.free -= 1
-            running.add_done_callback(lambda ran, item=item: call_in_loop(loop, self._finish, loop, item, ran))  # type: ignore[misc]
+            running.add_done_callback(partial(call_in_loop, loop, self._finish, loop, item))
 
     def _finish(self, loop: asyncio.AbstractEventLoop, item: WorkItem, ran: Any) -> None:
         self.free += 1

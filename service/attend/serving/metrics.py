@@ -100,7 +100,7 @@ class WholeFilesCollector(MultiProcessCollector):
 def _is_whole(path: Path) -> bool:
     """Whether the library can read its file to the end."""
     try:
-        for _ in MmapedDict.read_all_values_from_file(path):  # type: ignore[no-untyped-call]
+        for _ in MmapedDict.read_all_values_from_file(path):  # type: ignore[no-untyped-call]  # the library has no annotations
             pass
     except (OSError, ValueError, RuntimeError, struct.error):
         return False

@@ -84,4 +84,5 @@ def zeros(layer: LoadedLayer, length: int) -> AttendRequest:
     """A request of zeros with `length` queries and keys, or as many as the layer has positions."""
     length = min([length, *(extent.stop for extent in layer.spec.extents)])
     widths = {"query": layer.spec.query_dim, "key": layer.spec.key_dim, "value": layer.spec.value_dim}
-    return AttendRequest(layer=layer.name, **{name: np.zeros((1, length, width)) for name, width in widths.items()})  # type: ignore[arg-type]
+    inputs = {name: np.zeros((1, length, width)) for name, width in widths.items()}
+    return AttendRequest(layer=layer.name, **inputs)  # type: ignore[arg-type]  # inputs are arrays

@@ -7,7 +7,7 @@ import numpy as np
 try:
     from attend.attention.native import _short
 except ImportError:
-    _short = None  # type: ignore[assignment]
+    _short = None  # type: ignore[assignment]  # in place of a module
 
 TORCH = "torch"  # what computes them without the extension
 

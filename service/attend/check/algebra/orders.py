@@ -59,10 +59,14 @@ def _of_heads(spec: LayerSpec, words: str, index: str, order: Order) -> Iterator
         yield StepMistake("merge", f"heads are merged in another order: {words}", mistake)
 
 
+def _in_order(order: Order, axis: int, mask: Array) -> Array:
+    return np.take(mask, order(mask.shape[axis]), axis)
+
+
 def _of_masks(words: str, index: str, order: Order) -> Iterator[StepMistake]:
     """The masks of queries, or of the items of a batch, in another order."""
     for axis, of, several in ((1, "query", "queries"), (0, "item", "items")):
-        change = change_mask(lambda mask, axis=axis: np.take(mask, order(mask.shape[axis]), axis))  # type: ignore[misc]
+        change = change_mask(partial(_in_order, order, axis))
         mistake = Mistake(change, f"softmax(S + M) V, M of {of} i is that of {index}", f"softmax(S + M) V, M of {of} i")
         same, other = f"all {several} have the mask of the {words}", f"the masks of the {several} are in another order: {words}"
         yield StepMistake("mask", same if words in SAME else other, mistake)

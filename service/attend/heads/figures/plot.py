@@ -245,13 +245,15 @@ class Plot:
 
     def png(self) -> bytes:
         out = io.BytesIO()
-        FigureCanvasAgg(self.figure).print_png(out, metadata={"Software": None, **self.about})  # type: ignore[no-untyped-call]
+        metadata = {"Software": None, **self.about}
+        FigureCanvasAgg(self.figure).print_png(out, metadata=metadata)  # type: ignore[no-untyped-call]  # matplotlib does not annotate it
         return out.getvalue()
 
     def svg(self) -> str:
         """matplotlib's SVG element with uncut texts and a title, and without a style sheet, which would apply to a whole page."""
         out = io.StringIO()
-        FigureCanvasSVG(self.figure).print_svg(out, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))  # type: ignore[no-untyped-call]
+        metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        FigureCanvasSVG(self.figure).print_svg(out, metadata=metadata)  # type: ignore[no-untyped-call]  # matplotlib does not annotate it
         self.check()
         root = ET.fromstring(out.getvalue())
         root.remove(next(child for child in root if child.find(f"{{{SVG}}}style") is not None))

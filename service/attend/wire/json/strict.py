@@ -165,7 +165,7 @@ def _integer(text: str) -> int | float:
 def _first_repeated(keys: Iterable[str]) -> str:
     """The first key that occurs a second time."""
     seen: set[str] = set()
-    return next(key for key in keys if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+    return next(key for key in keys if key in seen or seen.add(key))  # type: ignore[func-returns-value]  # None
 
 
 def _fault(value: Any, path: tuple[Any, ...], depth: int, nonfinite: bool, at: str) -> RequestError | None:

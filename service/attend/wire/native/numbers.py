@@ -16,7 +16,7 @@ try:
 
     HAS_BOOLEANS, HAS_MINUS_INFINITY = _numbers.HAS_BOOLEANS, _numbers.HAS_MINUS_INFINITY  # literals in a list
 except (ImportError, AttributeError):  # none, or one compiled from an older version
-    _numbers = None  # type: ignore[assignment]
+    _numbers = None  # type: ignore[assignment]  # in place of a module
     HAS_BOOLEANS = HAS_MINUS_INFINITY = 0  # nothing is read that has them
 
 PYTHON = "python"  # the variant without the extension

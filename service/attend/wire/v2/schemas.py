@@ -115,7 +115,7 @@ class InferenceParameters(CodecParameters):
 class InferenceInput(StrictModel):  # codec.py validates name, shape, datatype and data; members.py the names of outputs
     name: Annotated[str, WithJsonSchema({"type": "string", "enum": INPUT_NAMES})]
     shape: SkipValidation[Annotated[list[Annotated[int, Field(ge=0, le=MAX_AXIS)]], Field(max_length=MAX_RANK)]]
-    datatype: SkipValidation[Literal[tuple(DATATYPES)]]  # type: ignore[valid-type]
+    datatype: SkipValidation[Literal[tuple(DATATYPES)]]  # type: ignore[valid-type]  # the names are in a table
     parameters: InputParameters | None = None
     data: SkipValidation[Any] = Field(
         default=None,
