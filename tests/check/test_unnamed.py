@@ -45,6 +45,16 @@ def clamps(query, key, value):
     return scores_of(query, key).clamp(max=1.3).softmax(-1) @ value
 
 
+def clips(query, key, value):
+    return scores_of(query, key).clamp(-1.1, 1.1).softmax(-1) @ value
+
+
+def sees_two_more_keys(query, key, value, is_causal=False):
+    scores = scores_of(query, key)
+    later = torch.ones(scores.shape[-2:]).triu(3) == 1
+    return (scores.masked_fill(later, -math.inf) if is_causal else scores).softmax(-1) @ value
+
+
 def drops_the_diagonal(query, key, value):
     scores = scores_of(query, key)
     own = torch.arange(scores.shape[-2])[:, None] == torch.arange(scores.shape[-1])
@@ -114,6 +124,11 @@ FUNCTIONS = {  # a bug -> what is said, and options
     ),
     doubles_the_weight_of_key_0: ("the first key has 2 times the weight beside the others", {}),
     clamps: ("scores above 1.3 count as 1.3", {}),
+    clips: ("the scores are clipped to ±1.1", {}),
+    sees_two_more_keys: (
+        "the keys i + 1 to i + 2 of each query i are seen and should not be; their scores are as if nothing was blocked",
+        {},
+    ),
     drops_the_diagonal: ("each query's own key is left out", {}),
     adds_the_distance: ("-0.03 is added to the scores for each key of distance", {}),
     is_causal_by_blocks: ("the later keys of each query's own block of 16 are seen and should not be", {}),

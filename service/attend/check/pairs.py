@@ -15,10 +15,10 @@ def descriptions(pairs: Array, among: Array, case: CheckCase) -> Iterator[str]:
     """Words for `pairs` [b, h, q, k], from the simplest on; each is true of all of them and of no others `among` these."""
     pairs = pairs & among
     for where, chosen in _places(pairs, among):
-        inside = among & chosen
-        for words, relation in _relations(pairs, inside, case):
-            if np.array_equal(np.broadcast_to(relation, pairs.shape) & inside, pairs):
-                yield words + where
+        found = [(words, np.broadcast_to(relation, pairs.shape) & chosen) for words, relation in _relations(pairs, among & chosen, case)]
+        held = [(words, np.array_equal(relation, pairs)) for words, relation in found if np.array_equal(relation & among, pairs)]
+        # What also excludes the keys of which nothing is asked comes first: "keys i + 1 to i + 2" before "keys up to i + 2".
+        yield from (words + where for words, _ in sorted(held, key=lambda x: x[0] != "all keys" and not x[1]))
 
 
 def listed(numbers: Sequence[int], name: str) -> str:

@@ -444,11 +444,13 @@ def _clipped(seen: _Seen) -> Iterator[str]:
     spread = largest - smallest
     if not rows.any():
         return
-    upper, lower, both = float((low + spread).max()), float((top - spread).min()), float(spread.max()) / 2
+    upper, lower = float((low + spread).max()), float((top - spread).min())
+    counted = scores + seen.errors
+    both = float(np.median(np.abs(counted[seen.wrong]))) if seen.wrong.any() else 0.0
     for words, first, last in (
         (f"scores above {upper:.4g} count as {upper:.4g}", -np.inf, upper),
         (f"scores below {lower:.4g} count as {lower:.4g}", lower, np.inf),
-        (f"scores count as ±{both:.4g} where they are beyond", -both, both),
+        (f"the scores are clipped to ±{both:.4g}", -both, both),
     ):
         error = _centred(logarithms, known) - _centred(np.clip(scores, first, last), known)
         if (np.abs(error) <= 3 * seen.near).all():
@@ -495,8 +497,8 @@ def _where(seen: _Seen) -> Iterator[str]:
 
 
 def _sums(seen: _Seen) -> Iterator[str]:
-    """What rows sum to."""
-    rows = seen.rows[..., 0]
+    """What rows sum to that have weight."""
+    rows = seen.rows[..., 0] & (seen.got != 0).any(axis=-1)
     got, right = seen.got.sum(axis=-1)[rows], seen.right.sum(axis=-1)[rows]
     if not got.size or (np.abs(got - right) <= 1e-4).all():
         return
