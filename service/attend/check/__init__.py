@@ -24,6 +24,8 @@ In the order in which to read it:
     weights.py               reads its weights
     adapter.py               calls a candidate
     called.py                the function that it is called by, and what its parameters mean
+    rope_tables.py           cosines and sines that it takes
+    pages.py                 pages of keys and values that it takes
     arrays.py                arrays of its framework, and back to NumPy
     families.py              the layer of a family of models
     signatures.py            functions whose parameters and conventions are known

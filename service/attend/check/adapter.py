@@ -15,12 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from attend.attention.operators.rope import frequencies
 from attend.check.arrays import as_array, as_float64, compiled, describe, dtype_of
 from attend.check.cases import CaseKind, CheckCase
 from attend.check.computation import RELATIVE
 from attend.check.convention import ROPE_TABLES, Alignment, Convention, Polarity, mask_polarity
 from attend.check.layer import Layer
+from attend.check.pages import in_pages, page_table
+from attend.check.rope_tables import turns
 from attend.check.signatures import FUNCTIONS, TORCH_NAMES
 from attend.check.weights import is_matrix
 from attend.tensors import Array
@@ -268,7 +269,7 @@ class Adapter:
         if role in ROPE_TABLES:
             return self._rope_tables(role, case)
         if role in ("key", "value", "page_table") and (self.paged or "page_table" in case.passed):
-            return self._pages(role, case)
+            return self._in_pages(role, case)
         if role in case.passed and role not in ("padding", "lengths"):
             return case.passed[role]
         mask = case.mask if takes_mask else case.passed.get(role, np.ones_like(case.mask))
@@ -293,38 +294,22 @@ class Adapter:
         }
         return plain.get(role, False)
 
-    def _pages(self, role: str, case: CheckCase) -> Any:
-        """Keys or values in pages [pages, page_size, width], in the layout of the candidate; or the pages of each item in their order.
-
-        The pages of the items are mixed. Rows that no item has are `unused`, as is the page that stands in the table beyond an item's end.
-        """
-        size, (items, rows, _) = self.convention.page_size, case.key.shape
-        of_item = case.mask[:, :1] if self.mask_role(case.kind) == "lengths" else np.ones((items, 1, rows), bool)
-        count = -(-rows // size)
-        places = np.arange(items * count + 1)
-        *order, unused = places if self.in_order else np.random.default_rng(rows).permutation(places)
+    def _in_pages(self, role: str, case: CheckCase) -> Any:
+        """Keys or values in pages, in the layout of the candidate; or the table of the pages of each item."""
+        rows = case.mask[:, 0] if self.mask_role(case.kind) == "lengths" else np.ones(case.key.shape[:2], bool)
+        table, of_item = page_table(rows, self.convention.page_size, in_order=self.in_order)
         if role == "page_table":
-            begins = np.arange(count) * size < of_item.sum(-1)
-            return self._tensor(np.where(begins, np.reshape(order, (items, count)), unused), "int32")
-        x: Array = getattr(case, role)
-        pages = np.full((items * count + 1, size, x.shape[-1]), self.unused)
-        padded = np.full((items, count * size, x.shape[-1]), self.unused)
-        padded[:, :rows] = np.where(of_item.swapaxes(1, 2), x, self.unused)
-        pages[order] = padded.reshape(-1, *pages.shape[1:])
+            return self._tensor(of_item, "int32")
+        pages = in_pages(getattr(case, role), rows, table, self.convention.page_size, self.unused)
         return self._tensor(self.in_layout(pages, role), self.dtype)
 
     def _rope_tables(self, role: str, case: CheckCase) -> Any:
         """The cosines, the sines, or both of the angles of the case's rows, in the axes that the candidate takes."""
-        axes, rope = (self.convention.rope_tables or "n,d/2").split(","), case.passed[role]
-        angles = np.outer(case.first_row + np.arange(case.query.shape[1]), frequencies(rope, rope.dims))
-        if axes[-1] == "d":  # the angle of a pair for each of its two numbers
-            angles = np.repeat(angles, 2, axis=-1) if rope.interleaved else np.concatenate((angles, angles), axis=-1)
-        lengths = {"b": len(case.query), "1": 1, "n": len(angles)}
-        shape = *(lengths[axis] for axis in axes[:-1]), angles.shape[-1]
-        turns = rope.attention_factor * np.exp(1j * np.broadcast_to(angles[:, None] if axes[-2] == "1" else angles, shape))
-        cosines, sines = (self._tensor(x, self.dtype) for x in (turns.real, turns.imag))
+        rows = case.first_row + np.arange(case.query.shape[1])
+        tables = turns(case.passed[role], rows, self.convention.rope_tables or "n,d/2", len(case.query))
         if role == "turns":
-            return self._tensor(turns, "complex128" if self.dtype == "float64" else "complex64")
+            return self._tensor(tables, "complex128" if self.dtype == "float64" else "complex64")
+        cosines, sines = (self._tensor(x, self.dtype) for x in (tables.real, tables.imag))
         return {"cosines": cosines, "sines": sines, "cosines_and_sines": (cosines, sines)}[role]
 
     def _integers(self, role: str, case: CheckCase, mask: Array) -> Any:

@@ -10,7 +10,6 @@ from typing import Any, get_args
 
 import numpy as np
 
-from attend.attention.operators.rope import Rope
 from attend.check.adapter import Adapter
 from attend.check.alignment import draw_alignments
 from attend.check.cases import (
@@ -27,6 +26,7 @@ from attend.check.cases import (
 from attend.check.convention import ROPE_TABLES, Alignment, Convention
 from attend.check.lengths import Sweep, draw_sweeps
 from attend.check.parameters import draw_parameter_cases
+from attend.check.rope_tables import rope_of
 from attend.spec import LayerSpec
 from attend.tensors import Array
 
@@ -127,8 +127,7 @@ class Candidate:
         needed = {role for role, (_, is_usual) in layer.items() if not is_usual} | self.adapter.required
         passed = {role: value for role, (value, _) in layer.items() if role in roles & needed} | dict(case.passed)
         if of_rope := roles & ROPE_TABLES:
-            pairs = spec.head_dim // 2
-            passed |= dict.fromkeys(of_rope, spec.rope or Rope(dims=2 * pairs, frequencies=(0.0,) * pairs))
+            passed |= dict.fromkeys(of_rope, rope_of(spec))
         whole, rolled_back = (other and self._as_passed(other) for other in (case.whole, case.rolled_back))
         segments = one if roles & {"segments", "boundaries"} else None
         return replace(case, passed=passed, segments=segments, whole=whole, rolled_back=rolled_back)

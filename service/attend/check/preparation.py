@@ -21,6 +21,7 @@ from attend.check.cases import POSITIONAL_QUERIES, CheckCase
 from attend.check.constructor import constructed
 from attend.check.convention import CALL, HEADS, ROPE_TABLES, Ambiguous, Convention, Orientation, RopeTables
 from attend.check.loading import load_candidate
+from attend.check.rope_tables import with_rope
 from attend.check.weights import complete_weights, eps_of_norms, is_matrix, multi_head, plain_spec, read_weights
 from attend.spec import LayerSpec
 from attend.spec_parts import PROJECTIONS
@@ -82,7 +83,7 @@ def _add_weights(
     if names := [name for role, name in adapter.roles.items() if role in ROPE_TABLES]:
         if adapter.convention.rope_tables is None:
             raise Ambiguous(f"the axes of {' and '.join(names)}; pass rope_tables=…", "rope_tables", get_args(RopeTables))
-        spec = spec if is_given else LayerSpec.model_validate(spec.model_dump(exclude_unset=True) | {"rope": {}})
+        spec = spec if is_given else with_rope(spec)
     weights = complete_weights(found, spec, adapter.convention)
     _check_lengths(spec)
     adapter = replace(adapter, heads=spec.num_heads, kv_heads=spec.num_kv_heads)
