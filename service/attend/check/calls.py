@@ -121,7 +121,7 @@ class Calls:
     def compare_together(self, sweep: Sweep) -> None:
         """The same with the cases of a sweep: those that agree, and those that the candidate refuses, have one result."""
         kept = len(self.compared)
-        results = [result for case in sweep.cases for result in [self._result(case)]]
+        results = [self._result(case) for case in sweep.cases]
         wrong = [x for x in self.compared[kept:] if x.wrong is not None]
         agreeing = [result for result in results if result.agrees is not False and result.skipped is None]
         if wrong and not agreeing and wrong[0].right.case.group == "widths":  # a function may be made for one width, with its scale

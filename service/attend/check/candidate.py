@@ -47,10 +47,8 @@ class Candidate:
 
     def called_by(self, convention: Convention) -> "Candidate":
         """The same candidate, called by a convention that differs in OF_CALLS alone."""
-        changed = {name: getattr(convention, name) for name in OF_CALLS}
-        changed = {
-            name: value for name, value in changed.items() if value is not None or not name.endswith("_means")
-        }  # torch's own are known
+        of_calls = {name: getattr(convention, name) for name in OF_CALLS}
+        changed = {name: value for name, value in of_calls.items() if value is not None or not name.endswith("_means")}  # torch's own stay
         return replace(self, adapter=replace(self.adapter, convention=replace(self.adapter.convention, **changed)))
 
     def draw_cases(self, seed: int, groups: Collection[Group] = GROUPS, lengths: Lengths | None = None) -> Iterator[CheckCase]:

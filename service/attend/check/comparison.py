@@ -223,12 +223,10 @@ def _in_sweep(called: Calls) -> Disagreement | None:
 
 def _with_cases(found: Disagreement, compared: Sequence[ComparedCase]) -> Disagreement:
     """The disagreement; one that no mistake explains with the cases that are wrong, if others are right."""
-    names: dict[bool, list[str]] = {True: [], False: []}
-    for x in compared:
-        names[x.wrong is None].append(x.right.case.name)
-    if found.hint != UNEXPLAINED or not names[True]:
+    wrong, right = ([x.right.case.name for x in compared if (x.wrong is None) is agrees] for agrees in (False, True))
+    if found.hint != UNEXPLAINED or not right:
         return found
-    return replace(found, hint=f"{UNEXPLAINED}; wrong: {_first_of(names[False])}; right: {_first_of(names[True])}")
+    return replace(found, hint=f"{UNEXPLAINED}; wrong: {_first_of(wrong)}; right: {_first_of(right)}")
 
 
 def _first_of(names: Sequence[str]) -> str:

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from attend.check.adapter import CallFailed
-from attend.check.cases import CaseKind
+from attend.check.cases import CaseKind, CheckCase
 from attend.check.convention import Convention, mask_conventions, mask_polarity
 from attend.check.trial import Trial, changed_rows, output, perturbed
 
@@ -67,10 +67,14 @@ def _kind(role: str, convention: Convention) -> CaseKind:
     return "mask" if role == "mask" and convention.mask_shape not in ("b,k", "b,1,1,k") else "padding"
 
 
+def _case(trial: Trial, convention: Convention, role: str) -> CheckCase | None:
+    """The first case with such a mask."""
+    return next((case for case in trial.short_cases(trial.prepare(convention)) if case.kind == _kind(role, convention)), None)
+
+
 def _agrees(trial: Trial, convention: Convention, role: str) -> bool:
     """Whether the candidate agrees on a case with such a mask."""
-    prepared, kind = trial.prepare(convention), _kind(role, convention)
-    case = next((case for case in trial.short_cases(prepared) if case.kind == kind), None)
+    prepared, case = trial.prepare(convention), _case(trial, convention, role)
     return case is not None and not prepared.adapter.skip_reason(case) and trial.agrees(prepared, case)
 
 
@@ -90,8 +94,7 @@ def _hides(trial: Trial, convention: Convention, role: str) -> bool:
 
 def _accepts(trial: Trial, convention: Convention, role: str) -> bool:
     """Whether the candidate takes a mask that is read so."""
-    prepared, kind = trial.prepare(convention), _kind(role, convention)
-    case = next((case for case in trial.short_cases(prepared) if case.kind == kind), None)
+    case = _case(trial, convention, role)
     with suppress(CallFailed, ValueError):
-        return case is not None and output(prepared, case).shape[:2] == case.query.shape[:2]
+        return case is not None and output(trial.prepare(convention), case).shape[:2] == case.query.shape[:2]
     return False

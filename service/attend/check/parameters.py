@@ -103,8 +103,7 @@ def _masks_beside(draw: Draw, names: Mapping[str, str], mask_of: Mapping[CaseKin
     for i, role in enumerate(roles):
         passed = {role: padding}
         if i > 0:
-            case = draw.case(f"padded keys by {names[role]}", "plain", draw.queries, beside=padding, group="parameters", passed=passed)
-            yield replace(case, kind="plain")
+            yield draw.case(f"padded keys by {names[role]}", "plain", draw.queries, beside=padding, group="parameters", passed=passed)
         if "mask" in mask_of:
             name = f"mask beside {names[role]}"
             yield draw.case(name, "mask", draw.queries, mask, beside=padding, group="parameters", passed=passed)

@@ -91,10 +91,11 @@ class Trial:
                 return reading, None
             if best is None or agreeing > best[0]:
                 best = agreeing, reading
-        if best is not None and best[0] <= NOTHING_AGREES and self._computes_in_float32(best[1]):
-            return self.reading(convention.tried(dtype="float32"))
-        if best is not None and best[0] <= NOTHING_AGREES and (asked := self._unsupported(convention, best[1])) is not None:
-            raise asked
+        if best is not None and best[0] <= NOTHING_AGREES:
+            if self._computes_in_float32(best[1]):
+                return self.reading(convention.tried(dtype="float32"))
+            if (asked := self._unsupported(convention, best[1])) is not None:
+                raise asked
         if best is None or (best[0] == 0 and best[1].framework != convention.framework):
             raised = "; ".join(failures.values())
             raise ValueError(f'cannot call it on NumPy arrays or torch tensors: pass framework="torch" or "numpy"; {raised}')
