@@ -58,7 +58,9 @@ class Convention:
     ] = None
     layout: Annotated[Layout, "axes of the query, key and value of a function"] = "b,h,n,d"
     output_layout: Annotated[Layout | None, "axes of the output of a function, if they are others"] = None
-    framework: Annotated[Literal["torch", "numpy", "jax", "mlx"] | None, "whose arrays it takes; torch and numpy are tried"] = None
+    framework: Annotated[
+        Literal["torch", "numpy", "jax", "mlx"] | None, "whose arrays it takes; numpy is tried, and torch and mlx where they are imported"
+    ] = None
     dtype: Annotated[DType | None, "not for a module instance; by default float64 in NumPy, else float32"] = None
     device: Annotated[str | None, "of torch, such as cuda; not for a module instance"] = None
     orientation: Annotated[Orientation | None, "of a matrix that is not in a layer: applied as x @ W, or as x @ W.T"] = None

@@ -63,7 +63,7 @@ def _prepare(candidate: Any, spec: LayerSpec | None, convention: Convention, see
     if convention.framework is None and weights and (convention.weights is None or convention.names_weights):
         convention = replace(convention, framework="numpy")  # its weights are NumPy arrays
     if (framework := convention.framework) is None:
-        usual = ("numpy", "torch") if "torch" in sys.modules else ("numpy",)
+        usual = ("numpy", *(name for name in ("torch", "mlx") if name in sys.modules))  # those of JAX take arrays of NumPy
         raise Ambiguous('whose arrays it takes; pass framework="torch" or "numpy"', "framework", usual)
     return _add_weights(make_adapter(candidate, convention, framework, heads), spec, weights, heads, None, seed)
 
