@@ -1,6 +1,7 @@
 """Each parameter of a candidate gets a value that changes the result, or the report says that it was not tried."""
 
 import math
+from itertools import permutations
 
 import pytest
 import torch
@@ -50,6 +51,59 @@ def test_a_parameter_that_is_ignored_is_found_and_named(ignored, named):
     comparison = compare(attention([ignored]), longest=7, **OPTIONS)
     assert comparison.first.case.startswith(ignored) or ignored in comparison.first.case
     assert len(comparison.first.mistakes) == 1 and named in comparison.first.hint, f"\n{comparison}"
+
+
+SET = {"is_causal": True, "scale": 0.3, "softcap": 2.5, "window_size": (2, 1)}
+
+
+@pytest.mark.parametrize(("ignored", "beside"), [*permutations(SET, 2)])
+def test_a_parameter_that_is_ignored_beside_another_is_found(ignored, beside):
+    def attend(q, k, v, is_causal=False, scale=None, softcap=0.0, window_size=(-1, -1)):
+        values = {"is_causal": is_causal, "scale": scale, "softcap": softcap, "window_size": window_size}
+        is_beside = values[beside] not in (None, False, 0.0, (-1, -1))
+        return attention([ignored] if is_beside else [])(q, k, v, **values)
+
+    comparison = compare(attend, framework="torch", longest=7)
+    wrong = [x.case for x in comparison.results if x.agrees is False]
+    assert len(wrong) == 1 and ignored in wrong[0] and beside in wrong[0], f"\n{comparison}"
+
+
+def test_values_that_are_refused_together_are_not_tried_together():
+    def attend(q, k, v, is_causal=False, softcap=0.0):
+        if is_causal and softcap:
+            raise NotImplementedError
+        return attention()(q, k, v, is_causal=is_causal, softcap=softcap)
+
+    comparison = compare(attend, framework="torch", longest=7)
+    assert comparison.agrees and not comparison.is_complete, f"\n{comparison}"
+    assert "is_causal=True with softcap=2.5, since it raised NotImplementedError" in comparison.conclusion
+    assert comparison.tried == ("is_causal", "softcap") and comparison.parameters == ()
+
+
+def windowed(query, key, value, causal, window_size, first):
+    """[b, n, h, d]; causality is aligned at the last key, the window as if the first query was at the key `first`."""
+    offset = key.shape[1] - query.shape[1]
+    ahead = torch.arange(key.shape[1]) - torch.arange(query.shape[1])[:, None]
+    left, right = (math.inf if side < 0 else side for side in window_size)
+    blocked = (ahead < first - left) | (ahead > first + right)
+    blocked |= (ahead > offset) if causal else False
+    return functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (query, key, value)), ~blocked).transpose(1, 2)
+
+
+def window_at_first_key(q, k, v, causal=False, window_size=(-1, -1)):
+    return windowed(q, k, v, causal, window_size, 0)
+
+
+def causal_window_at_first_key(q, k, v, causal=False, window_size=(-1, -1)):
+    return windowed(q, k, v, causal, window_size, 0 if causal else k.shape[1] - q.shape[1])
+
+
+@pytest.mark.parametrize("function", [window_at_first_key, causal_window_at_first_key])
+def test_a_window_at_the_wrong_keys_is_found_where_there_are_more_keys_than_queries(function):
+    comparison = compare(function, like="flash_attn", framework="torch", longest=7)
+    wrong = [x.case for x in comparison.results if x.agrees is False]
+    both = ["window_size=(2, 1), 5 queries, 11 keys", "causal=True with window_size=(2, 1), 5 queries, 11 keys"]
+    assert wrong == (both if function is window_at_first_key else both[1:]), f"\n{comparison}"
 
 
 def test_a_function_that_heeds_all_parameters_agrees():

@@ -5,13 +5,15 @@ returns the numbers of a call without it, and so disagrees. One that raises has 
 then counts as not tried.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import combinations
 from typing import Any
 
 import numpy as np
 
 from attend.check.cases import CaseKind, CheckCase, Draw
+from attend.check.convention import Alignment
 from attend.spec_parts import Window
 from attend.tensors import Array
 
@@ -25,20 +27,37 @@ class Setting:
     fields: Mapping[str, Any] = field(default_factory=dict)
     causal: bool = False
 
+    def __and__(self, other: "Setting") -> "Setting":
+        """Both values in one call."""
+        words = f"{self.words} with {other.words}"
+        return Setting(words, {**self.passed, **other.passed}, {**self.fields, **other.fields}, self.causal or other.causal)
+
+    @property
+    def of_case(self) -> dict[str, Any]:
+        """The fields of a case with this value."""
+        return {"group": "parameters", "passed": self.passed, "fields": self.fields} | ({"causal": True} if self.causal else {})
+
 
 def draw_parameter_cases(
-    draw: Draw, names: Mapping[str, str], mask_of: Mapping[CaseKind, str], *, is_torch: bool, adds_numbers: bool, moves: bool = False
+    draw: Draw,
+    names: Mapping[str, str],
+    mask_of: Mapping[CaseKind, str],
+    *,
+    is_torch: bool,
+    adds_numbers: bool,
+    aligned: Alignment | None,
 ) -> Iterator[CheckCase]:
     """The cases for these parameters (role -> name), where `mask_of` has the roles of those that take the masks of each kind of case.
 
     `is_torch`: the candidate is torch's own, whose masks and causality exclude each other. `adds_numbers`: it is known that a mask may be
-    any numbers, which are added to the scores. `moves`: lengths of keys move the queries of a causal call, whose last is at the last key.
+    any numbers, which are added to the scores. `aligned`: where queries are known to be if there are more keys. If the last is at the last
+    key, lengths of keys move the queries of a causal call.
     """
-    queries, key_0 = draw.queries, np.arange(draw.queries) == 0
+    queries, key_0, moves = draw.queries, np.arange(draw.queries) == 0, aligned == "bottom-right"
     with_key_0 = draw.mask(queries) | key_0  # so that a row has a key, whatever else is blocked
-    for setting in _settings(draw, names):
-        more: dict[str, Any] = {"group": "parameters", "passed": setting.passed, "fields": setting.fields}
-        more |= {"causal": True} if setting.causal else {}
+    settings = [*_settings(draw, names)]
+    for setting in settings:
+        more = setting.of_case
         yield draw.case(setting.words, "plain", queries, **more)
         masks: tuple[tuple[CaseKind, str, Array], ...] = (
             ("causal", "a causal mask", np.tri(queries, dtype=bool)),  # as a hint to torch.nn.MultiheadAttention, which needs both
@@ -57,6 +76,10 @@ def draw_parameter_cases(
             segments = draw.segments()
             apart = segments[:, :, None] == segments[:, None, :]
             yield replace(draw.case(f"{setting.words} with packed sequences", "segments", queries, apart, **more), segments=segments)
+    for one, two in combinations(settings, 2):
+        yield draw.case((one & two).words, "plain", queries, **(one & two).of_case)
+    if aligned is not None and "key" in draw.inputs:
+        yield from _windows(draw, settings, aligned)
     yield from _masks_beside(draw, names, mask_of, with_key_0)
     if "numbers" in mask_of:
         numbers = draw.rng.uniform(-2, 2, (draw.items("numbers"), queries, queries))
@@ -66,6 +89,15 @@ def draw_parameter_cases(
         yield draw.case("weights not returned", "plain", queries, group="parameters", passed={"return_weights": False})
     if {"return_weights", "average"} <= names.keys():
         yield draw.case("averaged weights", "plain", queries, group="parameters", passed={"average": True})
+
+
+def _windows(draw: Draw, settings: Sequence[Setting], aligned: Alignment) -> Iterator[CheckCase]:
+    """Calls with a window and more keys than queries, by itself and beside causality."""
+    keys = 2 * draw.queries + 1
+    offset = keys - draw.queries if aligned == "bottom-right" else 0
+    for setting in (x for x in settings if "window" in x.passed):
+        for each in (setting, *(x & setting for x in settings if x.causal)):
+            yield draw.case(f"{each.words}, {draw.queries} queries, {keys} keys", "plain", keys, query_offset=offset, **each.of_case)
 
 
 def _moved(draw: Draw, name: str, more: Mapping[str, Any]) -> CheckCase:
