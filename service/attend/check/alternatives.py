@@ -17,6 +17,11 @@ def unexplained(comparison: Comparison) -> int:
     return sum((x.hint or "").startswith(UNEXPLAINED) for x in comparison.disagreements)
 
 
+def raises(comparison: Comparison) -> bool:
+    """Whether the candidate raised in a case that it has to compute."""
+    return any(x.raised for x in comparison.results)
+
+
 def alternatives(loaded: Any, tried: Tried, comparison: Comparison, seed: int) -> Iterator[Tried]:
     """What a wrong candidate may be meant to be, if no mistake gives its numbers: causal, which a mistake hides, or with positions."""
     if not unexplained(comparison) or comparison.results[0].agrees:

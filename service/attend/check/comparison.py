@@ -11,7 +11,7 @@ import numpy as np
 
 from attend.check.adapter import CallFailed, NoCache
 from attend.check.alignment import WORDS
-from attend.check.alternatives import alternatives, unexplained, with_fewest_mistakes
+from attend.check.alternatives import alternatives, raises, unexplained, with_fewest_mistakes
 from attend.check.calls import Calls, CaseResult, ComparedCase, Failure, call
 from attend.check.candidate import Candidate
 from attend.check.convention import make_convention
@@ -64,7 +64,8 @@ def compare(
         compared = [(comparison, first)]
         for other in others:
             with suppress(ValueError):
-                compared.append((look(other), other))
+                if not raises(another := look(other)) or raises(comparison):  # it can be called as the first
+                    compared.append((another, other))
         comparison, first = with_fewest_mistakes(loaded, compared, seed)
     return with_weights(loaded, first, comparison, seed, longest)
 

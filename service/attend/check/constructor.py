@@ -35,6 +35,9 @@ NAMES = by_name(
         "rope_key_dim": "qk_rope_head_dim",
         "own_key_dim": "qk_nope_head_dim",
         "value_head_dim": "v_head_dim d_v",
+        "window": "sliding_window window_size window local_window attention_window",  # in keys
+        "buckets": "relative_attention_num_buckets num_buckets",
+        "max_distance": "relative_attention_max_distance max_distance",
     }
 )
 PATTERNS = (  # of a name in lower case, the first that is found in it
@@ -88,7 +91,7 @@ class Configuration(dict[str, Any]):
 def meaning_of(name: str) -> str | None:
     """What size a parameter of this name stands for; None if its name does not say."""
     name = name.lower()
-    if name in OTHERS:
+    if name in OTHERS and name not in NAMES:
         return None
     return NAMES.get(name) or next((meaning for meaning, pattern in PATTERNS if re.search(pattern, name)), None)
 
@@ -104,6 +107,10 @@ def sizes_of(spec: LayerSpec, length: int, *, evaluates: bool, batch_first: bool
         sizes["theta"] = spec.rope.theta
         if spec.rope.scaling:
             sizes["original_max_position"] = spec.rope.scaling.original_max_position
+    if spec.window and spec.window.left is not None:
+        sizes["window"] = 1 + spec.window.left + (spec.window.right or 0)
+    if spec.relative_bias:
+        sizes |= {name: getattr(spec.relative_bias, name) for name in ("buckets", "max_distance")}
     if spec.latent:
         sizes |= {name: getattr(spec.latent, name) for name in ("query_rank", "key_value_rank", "rope_key_dim")}
         sizes["own_key_dim"] = spec.head_dim - spec.latent.rope_key_dim
@@ -131,6 +138,8 @@ def constructor_arguments(signature: inspect.Signature, convention: Convention, 
                 given[name] = sizes[meaning]
         elif is_required and name in OTHERS:
             given[name] = OTHERS[name]
+        elif is_required and meaning == "window":  # of a layer without one
+            given[name] = sizes["length"]
         elif is_required:
             unknown.append(name)
     if unknown:

@@ -1,0 +1,64 @@
+"""A class is constructed with the sizes of its spec, and what these are is found by calls where no spec says it."""
+
+import torch
+from torch import Tensor, nn
+
+from attend.check import compare
+from attend.spec import LayerSpec
+
+
+def rotate_half(x: Tensor) -> Tensor:
+    a, b = x.chunk(2, -1)
+    return torch.cat((-b, a), -1)
+
+
+class Sliding(nn.Module):
+    """Mistral's: causal, RoPE by tables, a window of so many keys."""
+
+    further = 0  # keys
+
+    def __init__(self, hidden_size: int, num_attention_heads: int, num_key_value_heads: int, sliding_window: int = 11) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.window = num_attention_heads, num_key_value_heads, sliding_window
+        self.head_dim = hidden_size // num_attention_heads
+        self.q_proj, self.o_proj = (nn.Linear(hidden_size, hidden_size, bias=False) for _ in range(2))
+        self.k_proj, self.v_proj = (nn.Linear(hidden_size, self.kv_heads * self.head_dim, bias=False) for _ in range(2))
+
+    def visible(self, distance: Tensor) -> Tensor:
+        return (distance >= 0) & (distance < self.window + self.further)
+
+    def forward(self, hidden_states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        q, k, v = (p(hidden_states).unflatten(2, (-1, self.head_dim)).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = (x * cos + rotate_half(x) * sin for x in (q, k))
+        k, v = (x.repeat_interleave(self.heads // self.kv_heads, 1) for x in (k, v))
+        rows = torch.arange(q.shape[2])
+        scores = self.scored(q @ k.transpose(2, 3) / self.head_dim**0.5)
+        weights = scores.masked_fill(~self.visible(rows[:, None] - rows), -torch.inf).softmax(-1)
+        output: Tensor = self.o_proj((weights @ v).transpose(1, 2).flatten(2))
+        return output
+
+    def scored(self, scores: Tensor) -> Tensor:
+        return scores
+
+
+class Bent(Sliding):
+    """Wrong in a way that has no name."""
+
+    def scored(self, scores: Tensor) -> Tensor:
+        return scores + 0.3 * scores.square().sin()
+
+
+def test_the_window_of_a_spec_is_what_a_class_is_constructed_with() -> None:
+    spec = LayerSpec.model_validate(
+        {"d_model": 28, "num_heads": 2, "num_kv_heads": 1, "bias": False, "rope": {}, "window": {"left": 6}, "dtype": "float64"}
+    )
+    assert compare(Sliding, spec=spec).agrees
+    wrong = compare(type("Longer", (Sliding,), {"further": 1}), spec=spec)
+    assert wrong.first and wrong.first.mistakes == ("the window has one key more",)
+
+
+def test_a_layer_for_which_it_raises_is_not_what_it_is_meant_to_be() -> None:
+    report = compare(Bent)
+    assert not report.agrees
+    assert not any(result.raised for result in report.results)
+    assert not any("of each head" in words for words in report.found)
