@@ -282,3 +282,29 @@ def test_a_cache_in_the_candidate_that_a_flag_turns_on_is_decoded():
 def test_a_flag_whose_cache_is_returned_is_not_tried():
     comparison = compare(FlagOfReturnedCache, longest=7)
     assert comparison.agrees and comparison.parameters == ("use_cache", "state"), f"\n{comparison}"
+
+
+class Padded(Cached):
+    """`attention_mask` [b, k] has the cached keys, too."""
+
+    forgets = False
+
+    def forward(self, x, attention_mask=None, layer_past=None):
+        q, k, v = (split(layer(x), self.num_heads) for layer in (self.q_proj, self.k_proj, self.v_proj))
+        if layer_past is not None:
+            k, v = (torch.cat(pair, dim=2) for pair in zip(layer_past, (k, v), strict=True))
+        rows = torch.arange(q.shape[2])[:, None] + k.shape[2] - q.shape[2]
+        visible = torch.arange(k.shape[2]) <= rows
+        if attention_mask is not None and not (self.forgets and layer_past is not None):
+            visible = visible & attention_mask[:, None, None].bool()
+        return self.o_proj(merge(scaled_dot_product(q, k, v, visible)[0])), (k, v)
+
+
+class ForgetsPadding(Padded):
+    forgets = True
+
+
+def test_a_padded_key_is_blocked_in_calls_with_a_cache_too():
+    assert "decoding with a padded key" in [x.case for x in compare(Padded, longest=7).results if x.agrees]
+    comparison = compare(ForgetsPadding, longest=7)
+    assert [x.case for x in comparison.results if x.agrees is False] == ["decoding with a padded key"], f"\n{comparison}"

@@ -60,7 +60,8 @@ def right_computations(layer, candidate, seed, is_whole=False):
     cases = [*draw_short_cases(draw, decodes=decodes)]
     if is_whole:
         names = {role: role for role in ("padding", "softcap", "window")}
-        cases += [*draw_parameter_cases(draw, names, MASK_OF, is_torch=False, adds_numbers=True), *draw_long_cases(draw, decodes=decodes)]
+        more = {"is_torch": False, "adds_numbers": True, "decodes": decodes, "aligned": None}
+        cases += [*draw_parameter_cases(draw, names, MASK_OF, **more), *draw_long_cases(draw, decodes=decodes)]
     computations = [Computation(case.layer(spec), weights, case) for case in cases]
     return [(right, right.run()) for right in computations]
 

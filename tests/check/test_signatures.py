@@ -44,6 +44,18 @@ def as_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, s
     return torch.cat(parts)
 
 
+def varlen_by_longest(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale=None, causal=False):
+    """Causality is aligned by the longest sequence, in all sequences."""
+    outputs = []
+    for i in range(len(cu_seqlens_q) - 1):
+        query, key, value = q[cu_seqlens_q[i] : cu_seqlens_q[i + 1]], *(x[cu_seqlens_k[i] : cu_seqlens_k[i + 1]] for x in (k, v))
+        ahead = torch.arange(len(key)) - torch.arange(len(query))[:, None]
+        bias = blocked(ahead > max_seqlen_k - max_seqlen_q) if causal else 0.0
+        heads = (x.transpose(0, 1)[None] for x in (query, key, value))
+        outputs.append(attention(*heads, bias, softmax_scale)[0].transpose(0, 1))
+    return torch.cat(outputs)
+
+
 def varlen_of_queries(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale=None, causal=False):
     return as_varlen(q, k, v, cu_seqlens_q, cu_seqlens_q, max_seqlen_q, max_seqlen_q, softmax_scale, causal)
 
@@ -125,6 +137,9 @@ RIGHT: dict[Like, tuple] = {  # the function, what is tried, and what is not
 }  # fmt: skip
 WRONG: dict[str, tuple] = {
     "keys that are cut by the bounds of queries": (varlen_of_queries, "flash_attn_varlen", "cross-attention"),
+    "causality that is aligned by the longest sequence": (
+        varlen_by_longest, "flash_attn_varlen", "causal=True with packed sequences and other lengths of keys"
+    ),
     "causality at the last row of a cache": (kvcache_at_last_row, "flash_attn_with_kvcache", "causal=True with cache_seqlens"),
     "an inverted mask": (inverted_sdpa, "sdpa", "mask"),
     "alignment at the last key": (

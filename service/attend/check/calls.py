@@ -182,7 +182,7 @@ class Calls:
             if not case.may_raise and adapter.mask_role(case.kind) != "causal":  # a flag may be refused, too
                 self.failures.append(Failure(case, str(failure)))
                 return CaseResult(case.name, np.inf, raised=str(failure))
-            together = case.kind == "plain" and changed <= self.tried.keys()  # values that it took in other calls
+            together = (case.kind == "plain" or case.chunks) and changed <= self.tried.keys()  # values that it took in other calls
             self.refused |= {} if together else {name: str(failure) for name in changed}
             return CaseResult(case.name, skipped=f"{RAISED} {failure}", untried=together or case.group != "parameters")
         if case.undefined and compared.wrong is not None:

@@ -64,7 +64,12 @@ class Candidate:
             adds = adapter.adds_numbers or adapter.may_add_numbers
             kinds = [kind for kind in get_args(CaseKind) if kind != "numbers" or adds]
             mask_of = {kind: role for kind in kinds if (role := adapter.mask_role(kind)) is not None and role != "causal"}
-            more: dict[str, Any] = {"is_torch": adapter.is_torch, "adds_numbers": adapter.adds_numbers, "aligned": adapter.aligned}
+            more: dict[str, Any] = {
+                "is_torch": adapter.is_torch,
+                "adds_numbers": adapter.adds_numbers,
+                "aligned": adapter.aligned,
+                "decodes": decodes,
+            }
             further = {role: name for role, name in roles.items() if not (adapter.paged and role == "page_table")}
             drawn.append(draw_parameter_cases(draw, further, mask_of, **more))
         if "long" in groups:

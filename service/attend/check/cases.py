@@ -89,7 +89,7 @@ class CheckCase:
         ends = np.cumsum(self.chunks)
         for start, stop in zip(ends - self.chunks, ends, strict=True):
             rows: dict[str, Any] = {name: getattr(self, name)[:, start:stop] for name in ("query", "key", "value")}
-            rows["mask"] = self.mask[:, start:stop, start:stop]
+            rows["mask"] = self.mask[:, start:stop, 0 if self.kind == "padding" else start : stop]  # padding is that of cached keys, too
             yield replace(self, chunks=(), first_row=int(start), rolled_back=None, segments=None, **rows)
 
     @property

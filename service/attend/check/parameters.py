@@ -45,13 +45,14 @@ def draw_parameter_cases(
     *,
     is_torch: bool,
     adds_numbers: bool,
+    decodes: bool,
     aligned: Alignment | None,
 ) -> Iterator[CheckCase]:
     """The cases for these parameters (role -> name), where `mask_of` has the roles of those that take the masks of each kind of case.
 
     `is_torch`: the candidate is torch's own, whose masks and causality exclude each other. `adds_numbers`: it is known that a mask may be
-    any numbers, which are added to the scores. `aligned`: where queries are known to be if there are more keys. If the last is at the last
-    key, lengths of keys move the queries of a causal call.
+    any numbers, which are added to the scores. `decodes`: the candidate has a cache. `aligned`: where queries are known to be if there are
+    more keys. If the last is at the last key, lengths of keys move the queries of a causal call.
     """
     queries, key_0, moves = draw.queries, np.arange(draw.queries) == 0, aligned == "bottom-right"
     with_key_0 = draw.mask(queries) | key_0  # so that a row has a key, whatever else is blocked
@@ -76,10 +77,15 @@ def draw_parameter_cases(
             segments = draw.segments()
             apart = segments[:, :, None] == segments[:, None, :]
             yield replace(draw.case(f"{setting.words} with packed sequences", "segments", queries, apart, **more), segments=segments)
+            if "key_boundaries" in names and aligned is not None:
+                yield _packed(draw, f"{setting.words} with packed sequences and other lengths of keys", more, aligned)
     for one, two in combinations(settings, 2):
         yield draw.case((one & two).words, "plain", queries, **(one & two).of_case)
     if aligned is not None and "key" in draw.inputs:
         yield from _windows(draw, settings, aligned)
+    if decodes and draw.causal and mask_of.get("padding") in ("mask", "padding") and "padding" not in draw.masks_alone:
+        padded = draw.case("decoding with a padded key", "padding", queries, np.arange(queries) != 1, group="parameters")
+        yield replace(padded, chunks=(2, 1, queries - 3))
     yield from _masks_beside(draw, names, mask_of, with_key_0)
     if "numbers" in mask_of:
         numbers = draw.rng.uniform(-2, 2, (draw.items("numbers"), queries, queries))
@@ -107,6 +113,27 @@ def _moved(draw: Draw, name: str, more: Mapping[str, Any]) -> CheckCase:
     case = draw.case(name, "padding", keys, np.arange(keys) < lengths, **{**more, "causal": False})
     ends = lengths - draw.queries + np.arange(draw.queries)[:, None]
     return replace(case, visible=np.arange(keys) <= ends)
+
+
+def _packed(draw: Draw, name: str, more: Mapping[str, Any], aligned: Alignment) -> CheckCase:
+    """A causal call with packed sequences, each of which has another number of keys more than queries."""
+    queries, keys = draw.segments(), 2 * draw.queries + 1
+    share = np.arange(1, keys - draw.queries + 1) / (keys - draw.queries)
+    more_keys = np.ceil(queries.max(axis=1, keepdims=True) * np.sqrt(share)).astype(int)  # a later sequence has more of them
+    own = np.sort(np.concatenate((queries, more_keys), axis=1), axis=1)
+    of_sequence = queries[:, :, None] == own[:, None, :]
+    case = draw.case(name, "segments", keys, of_sequence, **{**more, "causal": False})
+    if aligned == "bottom-right":
+        visible = of_sequence & (_others(own, 1)[:, None, :] >= _others(queries, 1)[:, :, None])
+    else:
+        visible = of_sequence & (_others(own, -1)[:, None, :] <= _others(queries, -1)[:, :, None])
+    return replace(case, visible=visible, segments=queries, key_segments=own)
+
+
+def _others(segments: Array, direction: int) -> Array:
+    """How many rows of its sequence are after each row, or before it, if the direction is -1: [b, n]."""
+    same = segments[:, :, None] == segments[:, None, :]
+    return np.asarray((np.triu(same, 1) if direction > 0 else np.tril(same, -1)).sum(axis=-1))
 
 
 def _settings(draw: Draw, names: Mapping[str, str]) -> Iterator[Setting]:
