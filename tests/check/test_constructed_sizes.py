@@ -48,6 +48,24 @@ class Bent(Sliding):
         return scores + 0.3 * scores.square().sin()
 
 
+class Without(Sliding):
+    """Has no window, whatever it is constructed with."""
+
+    def visible(self, distance: Tensor) -> Tensor:
+        return distance >= 0
+
+
+def local_attention(query: Tensor, key: Tensor, value: Tensor, window: int = 47) -> Tensor:
+    distance = torch.arange(query.shape[2])[:, None] - torch.arange(key.shape[2])
+    scores = query @ key.transpose(2, 3) / query.shape[3] ** 0.5
+    weights = scores.masked_fill((distance < 0) | (distance >= window), -torch.inf).softmax(-1)
+    return torch.matmul(weights, value)
+
+
+def shorter_attention(query: Tensor, key: Tensor, value: Tensor, window: int = 47) -> Tensor:
+    return local_attention(query, key, value, window - 1)
+
+
 def test_the_window_of_a_spec_is_what_a_class_is_constructed_with() -> None:
     spec = LayerSpec.model_validate(
         {"d_model": 28, "num_heads": 2, "num_kv_heads": 1, "bias": False, "rope": {}, "window": {"left": 6}, "dtype": "float64"}
@@ -62,3 +80,23 @@ def test_a_layer_for_which_it_raises_is_not_what_it_is_meant_to_be() -> None:
     assert not report.agrees
     assert not any(result.raised for result in report.results)
     assert not any("of each head" in words for words in report.found)
+
+
+def test_a_window_that_is_a_size_of_the_constructor_is_found_by_calls() -> None:
+    for cls in (Sliding, Without):
+        report = compare(cls)
+        assert report.agrees, report
+        assert any("a window of 5 keys" in words for words in report.found) is (cls is Sliding)
+
+
+def test_a_wrong_window_that_is_a_size_of_the_constructor_has_its_name() -> None:
+    report = compare(type("Longer", (Sliding,), {"further": 1}))
+    assert report.first and report.first.mistakes == ("the window has one key more",)
+
+
+def test_a_parameter_of_a_function_that_is_the_size_of_a_window_gets_a_small_one() -> None:
+    report = compare(local_attention)
+    assert report.agrees
+    assert not report.parameters
+    wrong = compare(shorter_attention)
+    assert wrong.first and wrong.first.mistakes == ("the window has one key less",)

@@ -10,6 +10,7 @@ from attend.check.families import most_common_of_each_kind, with_positions
 from attend.check.preparation import prepare
 from attend.check.report import Comparison
 from attend.check.tried import Tried
+from attend.check.windows import window_in_words, with_and_without_window
 
 
 def unexplained(comparison: Comparison) -> int:
@@ -24,9 +25,15 @@ def raises(comparison: Comparison) -> bool:
 
 def alternatives(loaded: Any, tried: Tried, comparison: Comparison, seed: int) -> Iterator[Tried]:
     """What a wrong candidate may be meant to be, if no mistake gives its numbers: causal, which a mistake hides, or with positions."""
-    if not unexplained(comparison) or comparison.results[0].agrees:
+    if not unexplained(comparison):
         return
     convention, prepared = tried.convention, prepare(loaded, tried.spec, tried.convention, seed)
+    if tried.spec is None:
+        for windowed in with_and_without_window(loaded, prepared, convention):
+            if windowed.window and (windowed.window[1] is None) is convention.causal:
+                yield replace(tried, convention=windowed, found=(*tried.found, window_in_words(windowed)))
+    if comparison.results[0].agrees:
+        return
     if not convention.causal and "causal" not in convention.given and not {"mask", "causal"} & prepared.adapter.roles.keys():
         yield replace(tried, convention=convention.tried(causal=True), found=(*tried.found, "it is always causal"))
     if tried.spec is None:

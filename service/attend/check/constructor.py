@@ -177,7 +177,8 @@ def constructed(cls: type, spec: LayerSpec | None, convention: Convention, seed:
     groups shows. Ambiguous: its constructor refuses all that is known to be tried.
     """
     heads = convention.num_heads or 3
-    sizes = spec or multi_head(convention.d_model, heads, num_kv_heads=heads if heads % 2 or not groups else heads // 2)
+    window = {"window": dict(zip(("left", "right"), convention.window, strict=True))} if convention.window else {}
+    sizes = spec or multi_head(convention.d_model, heads, num_kv_heads=heads if heads % 2 or not groups else heads // 2, **window)
     torch = sys.modules.get("torch")
     makes_modules = torch is not None and issubclass(cls, torch.nn.Module)
     arguments = constructor_arguments(inspect.signature(cls), convention, sizes, evaluates=makes_modules)

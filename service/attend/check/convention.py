@@ -86,6 +86,7 @@ class Convention:
     longest: int = 4104  # rows of a sequence that a class is constructed for
     left_out: tuple[str, ...] = ()  # norms around the attention, which calls leave out, by trial
     paged: bool = False  # whether every call gets pages, although its table of pages is optional, by trial
+    window: tuple[int, int | None] | None = None  # keys before and after the own one of a layer without a spec, by trial
     residual: bool = False  # whether the query is added to the output, by trial
     given: frozenset[str] = frozenset()  # the options that are given, which no trial changes
 

@@ -23,6 +23,7 @@ from attend.check.convention import CALL, HEADS, ROPE_TABLES, Ambiguous, Convent
 from attend.check.loading import load_candidate
 from attend.check.rope_tables import with_rope
 from attend.check.weights import complete_weights, eps_of_norms, is_matrix, multi_head, plain_spec, read_weights
+from attend.check.windows import passing_window, with_window
 from attend.spec import LayerSpec
 from attend.spec_parts import PROJECTIONS
 from attend.tensors import Array
@@ -72,7 +73,7 @@ def _add_weights(
     adapter: Adapter, spec: LayerSpec | None, found: Mapping[str, Array], heads: int | None, module: Any, seed: int
 ) -> Candidate:
     """The candidate with its spec and weights: those found in it, or those passed to a function."""
-    is_given = spec is not None
+    is_given, adapter = spec is not None, passing_window(adapter)
     arguments = [role for role in adapter.roles if role not in CALL]  # weights that the candidate takes as arguments
     if arguments or not found:
         spec, adapter = _prepare_function(adapter, spec, found, arguments, heads, seed)
@@ -84,6 +85,7 @@ def _add_weights(
         if adapter.convention.rope_tables is None:
             raise Ambiguous(f"the axes of {' and '.join(names)}; pass rope_tables=…", "rope_tables", get_args(RopeTables))
         spec = spec if is_given else with_rope(spec)
+    spec = spec if is_given else with_window(spec, adapter.convention)
     weights = complete_weights(found, spec, adapter.convention)
     _check_lengths(spec)
     adapter = replace(adapter, heads=spec.num_heads, kv_heads=spec.num_kv_heads)

@@ -18,10 +18,11 @@ from attend.check.adapter import CallFailed
 from attend.check.candidate import OF_CALLS, Candidate
 from attend.check.cases import CheckCase, Repeatable
 from attend.check.computation import Computation, Expected
-from attend.check.convention import OF_MASKS, Ambiguous, Convention, Layout, mask_conventions
+from attend.check.convention import OF_MASKS, ROPE_TABLES, Ambiguous, Convention, Layout, mask_conventions
 from attend.check.families import with_positions
 from attend.check.preparation import prepare
 from attend.check.weights import names_speak_for
+from attend.check.windows import with_and_without_window
 from attend.spec import LayerSpec
 from attend.tensors import Array
 
@@ -109,15 +110,25 @@ class Trial:
             if isinstance(reading, ValueError):
                 refused.append(reading)
             else:
-                fits, prepared = True, self.prepare(reading)
-                yield from _axes(prepared, reading)
-                if reading.left_out:
-                    yield from _axes(prepared, replace(reading, residual=True))
-                if (other := self._otherwise(prepared, reading)) is not None:
-                    yield from _axes(self.prepare(other), other)
+                fits = True
+                for windowed in self._with_and_without_window(reading):
+                    prepared = self.prepare(windowed)
+                    yield from _axes(prepared, windowed)
+                    if windowed.left_out:
+                        yield from _axes(prepared, replace(windowed, residual=True))
+                    if (other := self._otherwise(prepared, windowed)) is not None:
+                        yield from _axes(self.prepare(other), other)
         if not fits:
             first, *_ = refused
             raise first
+
+    def _with_and_without_window(self, convention: Convention) -> Iterator[Convention]:
+        """The convention with the windows that a candidate can be prepared with, and without one."""
+        prepared = self.prepare(replace(convention, window=None))
+        for other in with_and_without_window(self.candidate, prepared, convention):
+            with suppress(Exception):  # a class may refuse the size
+                self.prepare(other)
+                yield other
 
     def _otherwise(self, prepared: Candidate, reading: Convention) -> Convention | None:
         """The convention with pages, or without keys and values of their own, if the candidate can be called so and raises as it is."""
@@ -221,17 +232,20 @@ class Trial:
             return bool(np.isfinite(result.output).all()) and expected.agrees("output", result.output) and len(result.output[0]) > 0
         return False
 
-    def positions(self, convention: Convention) -> tuple[str, LayerSpec] | None:
-        """The positions, in words, and the layer with them under which everything agrees, if it does not without any."""
+    def positions(self, convention: Convention) -> tuple[Convention, tuple[str, LayerSpec] | None]:
+        """The convention with the window under which everything agrees, or without one; and the positions, in words, and the layer with
+        them, if it does not agree without any."""
         plain = self.prepare(convention)
-        if not plain.spec.positional and self._agreement(plain) == ALL_AGREE:
-            return None
-        for words, spec in with_positions(plain.spec):
-            trial = Trial(self.candidate, spec, self.seed)
-            with suppress(ValueError, CallFailed):
-                if trial._agreement(trial.prepare(convention)) == ALL_AGREE:
-                    return words, spec
-        return None
+        agrees = self._agreement(plain) == ALL_AGREE
+        if agrees and (convention.window or not plain.spec.positional) and ROPE_TABLES.isdisjoint(plain.adapter.roles):
+            return convention, None
+        for windowed in self._with_and_without_window(convention):
+            for words, spec in with_positions(self.prepare(windowed).spec):
+                trial = Trial(self.candidate, spec, self.seed)
+                with suppress(ValueError, CallFailed):
+                    if trial._agreement(trial.prepare(windowed)) == ALL_AGREE:
+                        return windowed, (words, spec)
+        return convention if agrees else replace(convention, window=None), None
 
     def offset(self, convention: Convention) -> Convention:
         """Where the queries of an always causal candidate are, if there are more keys: the last query sees the last key, or does not."""

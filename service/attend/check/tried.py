@@ -9,6 +9,7 @@ import numpy as np
 from attend.check.convention import OF_MASKS, Convention
 from attend.check.mask_meaning import meanings_of_mask
 from attend.check.trial import Trial
+from attend.check.windows import window_in_words
 from attend.spec import LayerSpec
 
 
@@ -37,13 +38,17 @@ def try_conventions(candidate: Any, spec: LayerSpec | None, convention: Conventi
     with np.errstate(all="ignore"):
         read, instead = trial.reading(convention)
         read = trial.offset(read)
+        positions = None
+        if spec is None:
+            read, positions = trial.positions(read)
         words = [*_words(convention, read), *([_instead(instead, read)] if instead else [])]
         if spec is None:
             found = trial.prepare(read).spec  # what it has by the names of its weights
             words += [f"it has {operator.summary(found)}" for operator in found.operators if operator.axes]
-            if (positions := trial.positions(read)) is not None:
-                name, spec = positions
-                words, trial = [*words, f"it has {name}"], Trial(candidate, spec, seed)
+            words += [window_in_words(read)] if read.window else []
+        if positions is not None:
+            name, spec = positions
+            words, trial = [*words, f"it has {name}"], Trial(candidate, spec, seed)
         tried = [Tried(read, tuple(words), spec)]
         for role in OF_MASKS:
             first, *others = tried
