@@ -1,5 +1,9 @@
 """A class is constructed with the sizes of its spec, and what these are is found by calls where no spec says it."""
 
+import math
+from typing import Any
+
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -100,3 +104,52 @@ def test_a_parameter_of_a_function_that_is_the_size_of_a_window_gets_a_small_one
     assert not report.parameters
     wrong = compare(shorter_attention)
     assert wrong.first and wrong.first.mistakes == ("the window has one key less",)
+
+
+class T5(nn.Module):
+    """T5's biases by distance, which the encoder has for both directions and the decoder for one."""
+
+    directions, divisor, sign = 2, 1.0, 1
+
+    def __init__(self, d_model: int, num_heads: int, num_buckets: int = 32, max_distance: int = 29) -> None:
+        super().__init__()
+        self.num_heads, self.num_buckets, self.max_distance = num_heads, num_buckets, max_distance
+        self.q, self.k, self.v, self.o = (nn.Linear(d_model, d_model, bias=False) for _ in range(4))
+        self.relative_attention_bias = nn.Embedding(num_buckets, num_heads)
+
+    def bucket(self, distance: Tensor) -> Tensor:
+        n = self.num_buckets // self.directions
+        first = (distance > 0).long() * n if self.directions == 2 else torch.zeros_like(distance)
+        distance = distance.abs() if self.directions == 2 else (-distance).clamp(min=0)
+        exact = n // 2
+        far = exact + ((distance.float() / exact).log() / math.log(self.max_distance / exact) * (n - exact)).long()
+        return first + torch.where(distance < exact, distance, far.clamp(max=n - 1))
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        q, k, v = (p(hidden_states).unflatten(2, (self.num_heads, -1)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        rows = torch.arange(q.shape[2])
+        bias = self.relative_attention_bias(self.bucket(self.sign * (rows - rows[:, None]))).permute(2, 0, 1)
+        scores = q @ k.transpose(2, 3) / self.divisor + bias
+        if self.directions == 1:
+            scores = scores.masked_fill(rows > rows[:, None], -torch.inf)
+        output: Tensor = self.o((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+        return output
+
+
+@pytest.mark.parametrize(
+    ("differs", "words"),
+    [
+        ({}, "relative_bias"),
+        ({"directions": 1}, "T5's biases of earlier keys alone"),
+        ({"divisor": 2.0}, "T5's biases of earlier and later keys, and scores divided by sqrt(head_dim)"),
+    ],
+)
+def test_t5_biases_are_found_by_the_name_of_their_weight(differs: dict[str, Any], words: str) -> None:
+    report = compare(type("Variant", (T5,), differs))
+    assert report.agrees, report
+    assert any(words in found for found in report.found), report.found
+
+
+def test_t5_biases_of_the_opposite_distance_are_wrong() -> None:
+    report = compare(type("Turned", (T5,), {"sign": -1}))
+    assert report.first and report.first.step and report.first.step.names == ("t5_bias",)

@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from functools import cache
 from typing import Any
 
+from attend.attention.operators.t5_bias import RelativeBias
 from attend.checkpoints.families.examples import Example, examples
 from attend.spec import LayerSpec
 
@@ -36,11 +37,25 @@ def layer_of(spec: LayerSpec | str | None, *, takes_heads: bool) -> tuple[LayerS
 
 
 def with_positions(spec: LayerSpec) -> Iterator[tuple[str, LayerSpec]]:
-    """The layer with the positions of each family that has RoPE without scaling, or ALiBi, the most common first; and their name."""
+    """The layer with the positions of each family that has RoPE without scaling, or ALiBi, the most common first; and their name.
+
+    One with T5's biases has these alone, for both directions or one, with scores that are scaled or not.
+    """
+    if spec.relative_bias:
+        yield from _with_t5_biases(spec, spec.relative_bias)
+        return
     for words, fraction, fields in _positions():
         fields = fields if fraction == 1 else fields | {"rope": fields["rope"] | {"dims": int(spec.head_dim * fraction)}}
         with suppress(ValueError):
             yield words, LayerSpec.model_validate(spec.model_dump(exclude_unset=True) | fields)
+
+
+def _with_t5_biases(spec: LayerSpec, bias: RelativeBias) -> Iterator[tuple[str, LayerSpec]]:
+    for scale, scaled in ((1.0, ""), (spec.head_dim**-0.5, ", and scores divided by sqrt(head_dim)")):
+        for bidirectional, keys in ((True, "earlier and later keys"), (False, "earlier keys alone")):
+            with suppress(ValueError):
+                fields = {"relative_bias": bias.model_dump() | {"bidirectional": bidirectional}, "scale": scale}
+                yield f"T5's biases of {keys}{scaled}", LayerSpec.model_validate(spec.model_dump(exclude_unset=True) | fields)
 
 
 def most_common_of_each_kind(positions: Sequence[LayerSpec]) -> list[LayerSpec]:

@@ -22,7 +22,7 @@ from attend.check.constructor import constructed
 from attend.check.convention import CALL, HEADS, ROPE_TABLES, Ambiguous, Convention, Orientation, RopeTables
 from attend.check.loading import load_candidate
 from attend.check.rope_tables import with_rope
-from attend.check.weights import complete_weights, eps_of_norms, is_matrix, multi_head, plain_spec, read_weights
+from attend.check.weights import complete_weights, distance_of_biases, eps_of_norms, is_matrix, multi_head, plain_spec, read_weights
 from attend.check.windows import passing_window, with_window
 from attend.spec import LayerSpec
 from attend.spec_parts import PROJECTIONS
@@ -80,7 +80,7 @@ def _add_weights(
         found = adapter.matrices
     elif heads is None:
         raise _heads_unknown(found)
-    spec = spec or plain_spec(found, heads or 1, eps_of_norms(module))
+    spec = spec or plain_spec(found, heads or 1, eps_of_norms(module), distance_of_biases(module))
     if names := [name for role, name in adapter.roles.items() if role in ROPE_TABLES]:
         if adapter.convention.rope_tables is None:
             raise Ambiguous(f"the axes of {' and '.join(names)}; pass rope_tables=…", "rope_tables", get_args(RopeTables))

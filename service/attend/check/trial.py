@@ -237,7 +237,7 @@ class Trial:
         them, if it does not agree without any."""
         plain = self.prepare(convention)
         agrees = self._agreement(plain) == ALL_AGREE
-        if agrees and (convention.window or not plain.spec.positional) and ROPE_TABLES.isdisjoint(plain.adapter.roles):
+        if agrees and ROPE_TABLES.isdisjoint(plain.adapter.roles):
             return convention, None
         for windowed in self._with_and_without_window(convention):
             for words, spec in with_positions(self.prepare(windowed).spec):

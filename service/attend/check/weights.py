@@ -161,8 +161,9 @@ def _oriented(name: str, path: str, array: Array, orientation: str | None) -> Ar
     return matrices
 
 
-def plain_spec(found: Mapping[str, Array], heads: int, eps: float) -> LayerSpec:
-    """Multi-head attention with these weights, and what they alone show: norms, with this eps, sinks and the like.
+def plain_spec(found: Mapping[str, Array], heads: int, eps: float, max_distance: int) -> LayerSpec:
+    """Multi-head attention with these weights, and what they alone show: norms, with this eps, T5's biases, up to this distance, sinks and
+    the like.
 
     ValueError: no weight of queries, or heads that do not divide its width.
     """
@@ -181,6 +182,8 @@ def plain_spec(found: Mapping[str, Array], heads: int, eps: float) -> LayerSpec:
         fields["value_head_dim"] = max(1, shapes["value"][0] // kv_heads)
     fields |= {field: True for field in FLAGS if WITH_WEIGHTS[field] in found}
     fields |= _norm_of_queries_and_keys(found, heads * head_dim, eps)
+    if "relative_bias" in found:  # T5 does not scale its scores
+        fields |= {"relative_bias": {"buckets": len(found["relative_bias"]), "max_distance": max_distance}, "scale": 1.0}
     if "output" not in shapes:
         fields["output_dim"] = heads * fields.get("value_head_dim", head_dim)
     widths = {f"{role}_dim": shapes[name][1] for role in ("key", "value") for name in ("kv", role) if name in shapes}
@@ -201,6 +204,12 @@ def eps_of_norms(module: Any) -> float:
     norms = () if module is None else (x for x in module.modules() if "norm" in type(x).__name__.lower())
     found = (getattr(norm, name, None) for norm in norms for name in ("eps", "variance_epsilon", "epsilon"))
     return next((float(x) for x in found if isinstance(x, int | float)), 1e-6)
+
+
+def distance_of_biases(module: Any) -> int:
+    """The distance from which on T5's biases are one, by a module's attribute of a usual name; without one, 128, as in T5."""
+    found = (getattr(module, name, None) for name in ("max_distance", "relative_attention_max_distance"))
+    return next((x for x in found if type(x) is int), 128)
 
 
 def multi_head(d_model: int, heads: int, **fields: Any) -> LayerSpec:
