@@ -142,7 +142,10 @@ def _check_lengths(spec: LayerSpec) -> None:
     """ValueError: a window or chunk that no case is long enough for."""
     lengths = [length or 0 for interval in spec.intervals for length in interval]
     if max(lengths, default=0) > (longest := POSITIONAL_QUERIES - 2):
-        raise ValueError(f"expected a window or chunk of at most {longest} keys, so that it matters, got {max(lengths)}")
+        rows = f"since the short calls have {POSITIONAL_QUERIES} rows"
+        raise ValueError(
+            f"expected a window or chunk of at most {longest} keys, {rows}, got {max(lengths)}: construct or call it with less"
+        )
 
 
 def _heads_attribute(candidate: Any) -> int | None:
