@@ -90,6 +90,42 @@ def scaled_more_in_each_block(query, key, value):
     return (scores_of(query, key) * 1.25 ** (torch.arange(key.shape[2]) // 32)).softmax(-1) @ value
 
 
+def reads_the_last_tile_from_the_end(query, key, value):
+    """Rows of tiles of 64; the last tile begins as many rows too early as it lacks."""
+    n, rows = key.shape[2], torch.arange(key.shape[2])
+    if n > 64:
+        last = n // 64 * 64
+        rows[last:] -= last + 64 - n
+    return scaled_dot_product_attention(query, key[:, :, rows], value[:, :, rows])
+
+
+def drops_a_full_last_page(query, key, value):
+    keys = key.shape[2] - (16 if key.shape[2] % 16 == 0 else 0)
+    return scores_of(query, key)[..., :keys].softmax(-1) @ value[:, :, :keys]
+
+
+def scales_later_keys_of_masked_calls(query, key, value, mask=None):
+    scores = scores_of(query, key)
+    masked = scores if mask is None else (scores * torch.where(torch.arange(key.shape[2]) < 3, 1, 1.7)).masked_fill(~mask, -math.inf)
+    return masked.softmax(-1) @ value
+
+
+def scales_causal_calls(query, key, value, is_causal=False, cap=None):
+    """Weights of the smallest scores are 0 in float32."""
+    scores = (17 if is_causal else 1) * scores_of(query, key)
+    scores = scores if cap is None else cap * torch.tanh(scores / cap)
+    later = torch.ones(scores.shape[-2:]).triu(1) == 1
+    return (scores.masked_fill(later, -math.inf) if is_causal else scores).softmax(-1) @ value
+
+
+def scales_causal_calls_before_the_softcap(query, key, value, is_causal=False):
+    return scales_causal_calls(query, key, value, is_causal, cap=41.0)
+
+
+def exchanges_pairs_of_heads(query, key, value):
+    return scores_of(query, key).softmax(-1)[:, [1, 0, 3, 2, 4]] @ value
+
+
 def merges_by_the_maximum(query, key, value):
     """Partial results of two parts of the keys, whose maximum counts three times."""
     parts = []
@@ -115,6 +151,8 @@ def doubles_sinks(query, key, value, sinks):
 
 
 SINKS = {"spec": LayerSpec(d_model=15, num_heads=3, projections=False, sinks=True)}
+CAPPED = {"spec": LayerSpec(d_model=15, num_heads=3, projections=False, softcap=41.0)}
+FIVE_HEADS = {"spec": LayerSpec(d_model=15, num_heads=5, projections=False)}
 FUNCTIONS = {  # a bug -> what is said, and options
     skips_the_third_tile: ("the keys 64 to 95, which are tile 2 of 32, are left out", {}),
     scores_the_last_key_of_the_item_before: ("the last key of item 1 has the scores of the last key of item 0", {}),
@@ -136,6 +174,21 @@ FUNCTIONS = {  # a bug -> what is said, and options
     repeats_query_0: ("query 1 has the weights of query 0", {}),
     half_of_each_head: ("only the first 2 numbers of each query and key count in the scores", {}),
     scaled_more_in_each_block: ("the scores are multiplied by 1.25 once more in each block of 32 keys", {}),
+    reads_the_last_tile_from_the_end: (
+        "the last key is left out (in the case “65 keys”); key 1 has 2 times the weight beside the others (in the case “65 keys”)",
+        {},
+    ),
+    drops_a_full_last_page: (
+        "the output does not depend on the queries and keys and values (in the case “7 queries, 16 keys”)",
+        {},
+    ),
+    scales_later_keys_of_masked_calls: ("the scores of the keys from 3 on are multiplied by 1.7", {"mask_means": "attend"}),
+    scales_causal_calls: ("the scores are multiplied by 17", {}),
+    scales_causal_calls_before_the_softcap: ("Q Kᵀ is multiplied by 17, besides its scale", CAPPED),
+    exchanges_pairs_of_heads: (
+        "head 0 has the weights of head 1, head 1 has the weights of head 0, head 2 has the weights of head 3, and 1 other",
+        FIVE_HEADS,
+    ),
     merges_by_the_maximum: ("partial results of groups of keys are merged as if the maximum of each was multiplied by 3", {}),
     counts_keys_of_zeros: ("further keys, as many as fill the last tile of 32, that are not there take part in the softmax", {}),
     returns_its_query: ("the output does not depend on the keys and values", {}),
@@ -143,12 +196,14 @@ FUNCTIONS = {  # a bug -> what is said, and options
 }
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("candidate", FUNCTIONS, ids=lambda candidate: candidate.__name__)
 def test_weights_of_functions_are_found_by_one_hot_values(candidate):
     said, options = FUNCTIONS[candidate]
-    longest = 130 if "tile" in said or "block" in said else 7
+    longest = 130 if any(words in said for words in ("tile", "block", " keys”")) else 7
     first = compare(candidate, longest=longest, **options).first
     assert not first.mistakes and f": {said}" in first.hint and "; ".join(first.weights).startswith(said), first.hint
+    assert "1 others" not in first.hint and ("left out" in said or "left out" not in first.hint), first.hint
 
 
 class Layer(nn.Module):

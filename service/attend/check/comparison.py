@@ -232,7 +232,7 @@ def _with_cases(found: Disagreement, compared: Sequence[ComparedCase]) -> Disagr
 
 def _first_of(names: Sequence[str]) -> str:
     """A list of names; of many, the first and the number of the others."""
-    more = f", and {len(names) - MOST_NAMES} others" if len(names) > MOST_NAMES else ""
+    more = f", and {len(names) - MOST_NAMES} other{'s' * (len(names) > MOST_NAMES + 1)}" if len(names) > MOST_NAMES else ""
     return f"{', '.join(names[:MOST_NAMES])}{more}" if names else "none"
 
 

@@ -137,11 +137,11 @@ def _factor_of_output(right: Computation, output: Array) -> float | None:
     best = min(grid, key=distance)
     if distance(best) > 0.5 * float(np.abs(output).max()):  # not even near
         return None
-    best = _least_squares(errors, best)
+    best = least_squares(errors, best)
     return best if abs(best) < SMALLEST or not math.isfinite(best) else _with_fewest_digits(best, distance)
 
 
-def _least_squares(errors: Callable[[float], Array], factor: float) -> float:
+def least_squares(errors: Callable[[float], Array], factor: float) -> float:
     """The factor near this one with the smallest errors, by Newton's method on their squares."""
     at = errors(factor)
     for _ in range(MOST_STEPS):

@@ -1,6 +1,6 @@
 """Words for a set of pairs of a query and a key, such as those that get no weight: the relations that hold for exactly these pairs."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -9,13 +9,25 @@ from attend.tensors import Array
 
 TILES = (16, 32, 64, 128)  # usual numbers of keys that a kernel reads at once
 MOST_LISTED = 3  # pairs, keys or heads that are listed
+Relations = Callable[[Array, Array, CheckCase], Iterator[tuple[str, Array]]]
 
 
 def descriptions(pairs: Array, among: Array, case: CheckCase) -> Iterator[str]:
-    """Words for `pairs` [b, h, q, k], from the simplest on; each is true of all of them and of no others `among` these."""
+    """Words for `pairs` [b, h, q, k], from the simplest on; each is true of all of them and of no others `among` these.
+
+    What guesses at the size of a tile comes last, after the pairs themselves: one case alone does not show it.
+    """
     pairs = pairs & among
+    if pairs.any():
+        yield from _that_hold(_relations, pairs, among, case)
+        yield first_of(pairs)
+        yield from _that_hold(_tiles, pairs, among, case)
+
+
+def _that_hold(relations: Relations, pairs: Array, among: Array, case: CheckCase) -> Iterator[str]:
+    """Words for the relations that hold for exactly these pairs, or do in the items, heads and queries that have some."""
     for where, chosen in _places(pairs, among):
-        found = [(words, np.broadcast_to(relation, pairs.shape) & chosen) for words, relation in _relations(pairs, among & chosen, case)]
+        found = [(words, np.broadcast_to(relation, pairs.shape) & chosen) for words, relation in relations(pairs, among & chosen, case)]
         held = [(words, np.array_equal(relation, pairs)) for words, relation in found if np.array_equal(relation & among, pairs)]
         # What also excludes the keys of which nothing is asked comes first: "keys i + 1 to i + 2" before "keys up to i + 2".
         yield from (words + where for words, _ in sorted(held, key=lambda x: x[0] != "all keys" and not x[1]))
@@ -39,7 +51,7 @@ def first_of(pairs: Array) -> str:
     """How many pairs of [b, h, q, k] there are, and the first."""
     found = np.argwhere(pairs)
     shown = (f"item {b}, head {h}, query {i}, key {j}" for b, h, i, j in found[:MOST_LISTED])
-    return f"{len(found)} pairs of a query and a key (the first: {'; '.join(shown)})"
+    return f"{len(found)} pair{'s' * (len(found) > 1)} of a query and a key (the first: {'; '.join(shown)})"
 
 
 def _places(pairs: Array, among: Array) -> Iterator[tuple[str, Array]]:
@@ -68,15 +80,29 @@ def _relations(pairs: Array, among: Array, case: CheckCase) -> Iterator[tuple[st
     yield from _of_columns(*(np.asarray(x.any(axis=(0, 1, 2))) for x in (pairs, among)))
     for offset, aligned in ((case.query_offset, ""), (n - rows, " (the last query is at the last key)")):
         yield from _of_places(j - i - offset, np.asarray(pairs.any(axis=(0, 1))), aligned)
-        for tile in TILES:
-            own = (i + offset) // tile == j // tile
-            yield f"the later keys of each query's own block of {tile}{aligned}", own & (j > i + offset)
-            yield f"the keys of each query's own block of {tile}{aligned}", own
     visible = case.visible
     last = n - 1 - np.argmax(visible[..., ::-1], axis=-1)[..., None]
     yield "the last key that each query may attend to", (j == last)[:, None]
     yield "the key after the last one that each query may attend to", (j == last + 1)[:, None]
     yield "the first key that each query may attend to", (j == np.argmax(visible, axis=-1)[..., None])[:, None]
+
+
+def _tiles(pairs: Array, among: Array, case: CheckCase) -> Iterator[tuple[str, Array]]:
+    """The same with the size of a tile of keys."""
+    n, rows = pairs.shape[3], pairs.shape[2]
+    i, j = np.arange(rows)[:, None], np.arange(n)[None]
+    first = int(pairs.any(axis=(0, 1, 2)).argmax())
+    sizes = (size for size in range(n - first + 1, first + 1) if first % size == 0)
+    yield from ((f"the keys after the last whole tile of {tile}", j >= n // tile * tile) for tile in (*TILES[::-1], *sizes))
+    for tile in TILES:
+        if n > tile:
+            at = first // tile
+            yield f"the keys {at * tile} to {(at + 1) * tile - 1}, which are tile {at} of {tile},", j // tile == at
+    for tile in TILES:
+        for offset, aligned in ((case.query_offset, ""), (n - rows, " (the last query is at the last key)")):
+            own = (i + offset) // tile == j // tile
+            yield f"the later keys of each query's own block of {tile}{aligned}", own & (j > i + offset)
+            yield f"the keys of each query's own block of {tile}{aligned}", own
 
 
 def _of_sequences(case: CheckCase) -> Iterator[tuple[str, Array]]:
@@ -111,8 +137,6 @@ def _of_columns(has: Array, may: Array) -> Iterator[tuple[str, Array]]:
     begins = int(others[others < first].max(initial=-1)) + 1, int(first)  # whatever is between is not known
     ends = int(last), int(others[others > last].min(initial=n)) - 1
     keys, is_range = np.arange(n), not ((others > first) & (others < last)).any()
-    if is_range and ends[0] == n - 1:
-        yield from ((f"the keys after the last whole tile of {tile}", keys >= n // tile * tile) for tile in TILES[::-1])
     if is_range and begins[0] == 0 and len(chosen) == 1:
         yield "the first key", keys == 0
     if is_range and ends[1] == n - 1 and len(chosen) == 1:
@@ -131,14 +155,8 @@ def _of_columns(has: Array, may: Array) -> Iterator[tuple[str, Array]]:
     for size, words in ((2, "every second key"), (3, "every third key"), (4, "every fourth key")):
         if len(chosen) > 2:
             yield f"{words}, from key {first % size} on", keys % size == first % size
-    for tile in TILES:
-        if len({*(chosen // tile)}) == 1 and n > tile:
-            at = int(first) // tile
-            yield f"the keys {at * tile} to {(at + 1) * tile - 1}, which are tile {at} of {tile},", keys // tile == at
     if is_range and ends[1] == n - 1 and begins[0] > 0:
         yield f"the keys from {begins[1]} on", keys >= begins[1]
-        sizes = (size for size in range(n - begins[1] + 1, begins[1] + 1) if begins[1] % size == 0)
-        yield from ((f"the keys after the last whole tile of {size}", keys >= begins[1]) for size in sizes)
     if is_range and begins[0] == 0 and ends[1] < n - 1:
         yield f"the keys before {ends[0] + 1}", keys <= ends[0]
     yield listed(chosen.tolist(), "key"), has

@@ -48,7 +48,9 @@ def _told(prepared: Candidate, comparison: Comparison, seed: int, longest: int) 
         return (), ""
     if unread := independent_of(prepared, first):
         names = " and ".join(NAMES[role] for role in unread)
-        return (f"the output does not depend on the {names}",), "found by calls with other numbers"
+        same = all(independent_of(prepared, x) == unread for x in islice(wrong, MOST_CASES))
+        where = "" if same else f" (in the case “{first.right.case.name}”)"
+        return (f"the output does not depend on the {names}{where}",), "found by calls with other numbers"
     if (applied := applied_weights(prepared, first)) is None:
         return (), ""
     further = [*_other_draw(prepared, first, seed), *islice(wrong, MOST_CASES)]

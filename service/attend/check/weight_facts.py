@@ -11,6 +11,7 @@ from functools import cached_property
 import numpy as np
 
 from attend.check.applied_weights import AppliedWeights
+from attend.check.fitting import least_squares
 from attend.check.pairs import TILES, descriptions, first_of, listed
 from attend.tensors import Array
 
@@ -20,19 +21,15 @@ FEWEST = 4  # numbers that show that a key has the scores of another one
 MOST_SHOWN = 3  # of what is listed
 LOG2E = 1.4426950408889634
 
-Sentences = dict[str, list[str]]  # what they are about -> alternatives that are true, the simplest first
+Sentences = dict[str, list[str]]  # what they are about -> alternatives that are true, the plainest first: what guesses at a tile comes last
 
 
 def facts(applied: Sequence[AppliedWeights]) -> tuple[str, ...]:
-    """The simplest sentence about each subject that is true of the first of the wrong cases, and of most others."""
+    """The plainest sentence about each subject that is true of all these wrong cases, or else of the first, which is named then."""
     first, *others = [_sentences(x) for x in applied]
-    told = []
-    for subject, sentences in first.items():
-        holds = [sum(x in other.get(subject, ()) for other in others) for x in sentences]
-        most = max(holds)
-        where = "" if most == len(others) else f" (in the case “{applied[0].right.case.name}”)"
-        told.append(sentences[holds.index(most)] + where)
-    return tuple(told)
+    where = f" (in the case “{applied[0].right.case.name}”)"
+    general = {subject: [x for x in told if all(x in other.get(subject, ()) for other in others)] for subject, told in first.items()}
+    return tuple(general[subject][0] if general[subject] else told[0] + where for subject, told in first.items())
 
 
 def _sentences(applied: AppliedWeights) -> Sentences:
@@ -87,7 +84,30 @@ class _Seen:
 
     @cached_property
     def lost(self) -> Array:
-        return np.asarray((self.got == 0) & self.weighty)
+        """Where a key gets no weight, and would get some with the factors on the scores that the other weights show."""
+        lost = np.asarray((self.got == 0) & self.weighty)
+        if self.scaled is None:
+            return lost
+        scores = np.where(self.weighty, self.scaled[1], 0.0)
+        anchor = np.where(self.shared, self.logarithms - scores, -np.inf).max(axis=-1, keepdims=True)
+        return np.asarray(lost & (np.isneginf(anchor) | (anchor + scores > np.log(SMALLEST * self.applied.noise))))
+
+    @cached_property
+    def scaled(self) -> tuple[str, Array] | None:
+        """What is said of factors on the scores that explain all weights that are shared, and the scores with them."""
+        right, known, wanted = self.applied.right, self.shared, _centred(self.logarithms, self.shared)
+        if not self.applied.has_numbers or not known.any():
+            return None
+        scores = _centred(self.scores, known)
+        if (factors := _by_head(scores, wanted, self)) is not None:
+            said = f"the scores are multiplied by {_numbers(factors)}"
+            return said, np.reshape(factors, (-1, 1, 1)) * np.where(self.weighty, self.scores, 0.0)
+        if not np.allclose(_centred(right.with_scale(2 * right.scale).scores(), known), 2 * scores):  # a bias or a softcap follows
+            factor = least_squares(lambda scale: _centred(right.with_scale(scale).scores(), known) - wanted, right.scale)
+            made = right.with_scale(factor).scores()
+            if (np.abs(_centred(made, known) - wanted) <= 3 * self.near).all():
+                return f"Q Kᵀ is multiplied by {_numbers([factor / right.scale])}, besides its scale", made
+        return None
 
     @cached_property
     def weighty(self) -> Array:
@@ -187,30 +207,24 @@ def _of_others(applied: AppliedWeights) -> Iterator[str]:
 
 def _and_others(count: int) -> str:
     """What follows the first of so many things."""
-    return f", and {count - MOST_SHOWN} others" if count > MOST_SHOWN else ""
+    return f", and {count - MOST_SHOWN} other{'s' * (count > MOST_SHOWN + 1)}" if count > MOST_SHOWN else ""
 
 
 def _lost(seen: _Seen) -> Iterator[str]:
     """Which keys get no weight that should get some."""
-    if not seen.lost.any():
-        return
     for words in descriptions(seen.lost, seen.weighty, seen.applied.right.case):
         yield f"{words} {_is(words)} left out"
-    yield f"{first_of(seen.lost)} are left out"
 
 
 def _gained(seen: _Seen) -> Iterator[str]:
     """Which keys get weight that should get none."""
-    if not seen.gained.any():
-        return
     for words in descriptions(seen.gained, seen.blocked, seen.applied.right.case):
         yield f"{words.replace('all keys', 'all blocked keys', 1)} {_is(words)} seen and should not be"
-    yield f"{first_of(seen.gained)} are seen and should not be"
 
 
 def _is(words: str) -> str:
     """The verb after words for one or several keys."""
-    one = words.startswith(("the last key", "the first key", "the key ", "key ", "every ", "each query's own key"))
+    one = words.startswith(("the last key", "the first key", "the key ", "key ", "every ", "each query's own key", "1 pair "))
     return "is" if one and "own key and" not in words else "are"
 
 
@@ -319,9 +333,8 @@ def _numbers(factors: Sequence[float]) -> str:
 
 def _factors(seen: _Seen) -> Iterator[str]:
     """Another factor on the scores."""
-    factors = _by_head(_centred(seen.scores, seen.shared), _centred(seen.logarithms, seen.shared), seen)
-    if factors is not None:
-        yield f"the scores are multiplied by {_numbers(factors)}"
+    if seen.scaled is not None:
+        yield seen.scaled[0]
 
 
 def _biases(seen: _Seen) -> Iterator[str]:
@@ -383,12 +396,12 @@ def _cut_scores(seen: _Seen) -> Iterator[str]:
     if n < 3 or not known[..., 0].any() or not known[..., 1].any():
         return
     near = 3 * (seen.near + seen.near[..., :1]) + 1e-4
+    scores, logarithms = (np.where(known, x, 0.0) for x in (scores, logarithms))
     one, two = (np.where(known[..., 1], x[..., 1] - x[..., 0], 0.0) for x in (scores, logarithms))
     first = _fitted(one, two, near[..., 1])
     if first is None:
         return
-    wanted = logarithms - logarithms[..., :1] + first * scores[..., :1]
-    scores, wanted = np.where(known, scores, 0.0), np.where(known, wanted, 0.0)
+    wanted = np.where(known, logarithms - logarithms[..., :1] + first * scores[..., :1], 0.0)
     found = [_fitted(scores[..., j], wanted[..., j], near[..., j]) for j in range(n)]
     factors = [x for x in found if x is not None]
     if len(factors) < n:
@@ -492,7 +505,7 @@ def _key_of(j: int, n: int) -> str:
 def _where(seen: _Seen) -> Iterator[str]:
     """Where the wrong scores are, if they are not everywhere."""
     for words in descriptions(seen.wrong, seen.shared, seen.applied.right.case):
-        if not words.startswith("all keys"):
+        if not words.startswith("all keys") and words != first_of(seen.wrong):
             yield f"the weights of {words} are wrong beside the others, which are right up to a factor of each row"
 
 
@@ -537,10 +550,10 @@ def _added(seen: _Seen) -> Iterator[str]:
     count = round(float(numbers[0]))
     if count > 0 and (np.abs(numbers - count) <= near).all():
         also = "that are not there take part in the softmax, with a score of zero"
+        yield f"{count} further key{'s' if count > 1 else ''} {also}"
         for tile in TILES:
             if count < tile and (n + count) % tile == 0:
                 yield f"further keys, as many as fill the last tile of {tile}, {also}"
-        yield f"{count} further key{'s' if count > 1 else ''} {also}"
 
 
 def _logits_of_heads(seen: _Seen) -> tuple[str, Array] | None:
