@@ -153,3 +153,9 @@ def test_t5_biases_are_found_by_the_name_of_their_weight(differs: dict[str, Any]
 def test_t5_biases_of_the_opposite_distance_are_wrong() -> None:
     report = compare(type("Turned", (T5,), {"sign": -1}))
     assert report.first and report.first.step and report.first.step.names == ("t5_bias",)
+
+
+def test_the_sizes_of_a_family_are_told_of_what_disagrees_with_it() -> None:
+    assert compare(Sliding, spec="mistral").agrees
+    report = compare(Without, spec="mistral")
+    assert "compared with mistral: d_model 32, 4 heads of 8 numbers, 2 of keys, window 4 before" in " ".join(str(report).split())

@@ -18,7 +18,7 @@ from attend.check.convention import make_convention
 from attend.check.disagreements import IN_SWEEP, UNEXPLAINED, disagreement, divergence_of, explained
 from attend.check.divergence import first_wrong_step
 from attend.check.explanation import Explanation
-from attend.check.families import layer_of
+from attend.check.families import layer_of, sizes_in_words
 from attend.check.gradients import compare_gradients, has_own_backward
 from attend.check.lengths import LONGEST
 from attend.check.loading import load_candidate
@@ -67,6 +67,7 @@ def compare(
                 if not raises(another := look(other)) or raises(comparison):  # it can be called as the first
                     compared.append((another, other))
         comparison, first = with_fewest_mistakes(loaded, compared, seed)
+    comparison = replace(comparison, layer=sizes_in_words(spec, given) if isinstance(spec, str) and given else "")
     return with_weights(loaded, first, comparison, seed, longest)
 
 

@@ -36,6 +36,13 @@ def layer_of(spec: LayerSpec | str | None, *, takes_heads: bool) -> tuple[LayerS
     return LayerSpec.model_validate(fields | {"dtype": "float64"}), bool(example["causal"]) and not takes_heads
 
 
+def sizes_in_words(name: str, spec: LayerSpec) -> str:
+    """The family, and the sizes that its small layer has: "mistral: d_model 32, 4 heads of 8 numbers, 2 of keys, window 4 before"."""
+    groups = f", {spec.num_kv_heads} of keys" if spec.num_kv_heads != spec.num_heads else ""
+    window = [operator.summary(spec) for operator in spec.operators if any(side is not None for side in operator.interval(spec))]
+    return ", ".join([f"{name}: d_model {spec.d_model}, {spec.num_heads} heads of {spec.head_dim} numbers{groups}", *window])
+
+
 def with_positions(spec: LayerSpec) -> Iterator[tuple[str, LayerSpec]]:
     """The layer with the positions of each family that has RoPE without scaling, or ALiBi, the most common first; and their name.
 

@@ -72,6 +72,7 @@ class Comparison:
     causality: str = ""
     spec: LayerSpec | None = None  # that of the reference
     found: tuple[str, ...] = ()
+    layer: str = ""  # of a family, with its sizes
 
     @property
     def first(self) -> Disagreement | None:
@@ -94,13 +95,14 @@ class Comparison:
     def __str__(self) -> str:
         about = [] if self.agrees else [self.verdict, self.omissions]
         cases = [str(result) for result in self.results if not result.untried]
-        lines = (*about[:1], *self.conclusion.splitlines(), self.conventions, *about[1:], *cases)
+        lines = (*about[:1], *self.conclusion.splitlines(), *self.conventions.splitlines(), *about[1:], *cases)
         return "\n".join(_wrapped(line) for line in lines if line)
 
     @property
     def conventions(self) -> str:
-        """The line that says what calls told about conventions; empty if that is nothing."""
-        return f"found by calls: {'; '.join(self.found)}" if self.found else ""
+        """The lines that say what the sizes of a family are, if it disagrees, and what calls told about conventions; empty without both."""
+        layer = f"compared with {self.layer}" if self.layer and not self.agrees else ""
+        return "\n".join(filter(None, (layer, f"found by calls: {'; '.join(self.found)}" if self.found else "")))
 
     def _repr_html_(self) -> str:
         return f"<pre>{escape(str(self))}</pre>"
