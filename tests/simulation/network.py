@@ -216,7 +216,7 @@ class Transport:
         self._force_close(None)
 
     def _force_close(self, error: Exception | None) -> None:
-        if self.loop is None:  # nobody has accepted the connection
+        if self.loop is None or self.loop.is_closed():  # nobody has accepted the connection, or who did was killed
             self.die()
         elif not self.lost:
             self._buffer.clear()
