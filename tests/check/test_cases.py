@@ -94,4 +94,4 @@ class CopiesOfOneLayer(nn.Module):
 
 
 def test_copies_of_a_layer_are_told_apart():
-    assert compare(CopiesOfOneLayer).first.mistakes == ("the key is projected by the matrix of the query",)
+    assert compare(CopiesOfOneLayer).first.mistakes == ("the projected query is used in place of the projected key",)

@@ -281,11 +281,3 @@ def test_a_factor_after_the_softmax_is_fitted():
         return weights @ value, weights
 
     assert compare(candidate, framework="torch").first.mistakes == ("the weights are multiplied by 1.111",)
-
-
-def test_of_mistakes_with_the_same_numbers_the_one_that_says_least_is_told_first():
-    def forgets(query, key, value, is_causal=False):
-        return (query @ key.mT / query.shape[-1] ** 0.5).softmax(-1) @ value
-
-    explanation = compare(forgets, framework="torch", longest=7).first.explanation
-    assert (explanation.mistakes, explanation.equals[0]) == (("the mask is ignored",), ("all queries have the mask of the last",))

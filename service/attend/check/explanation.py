@@ -156,7 +156,6 @@ def explain(
             sizes = elsewhere() if found and elsewhere is not None else None
             found = found if sizes is None else _confirmed(found, sizes.observed)
             if found := _told_apart(found, iter(more)):
-                found.sort(key=lambda x: len(x[0]))  # the one that says least is told first
                 first, *equals = ((name,) for name, _ in found)
                 arithmetic = (found[0][1].arithmetic(probe.right),)
                 half = probe.right.dtype if probe.right.dtype in HALF else ""
