@@ -11,7 +11,7 @@ import threading
 import pytest
 
 from attend.errors import CallerGone, DeadlinePassed, Overloaded
-from attend.serving.figures import FIGURE, MAX_WAITING, FigureRenderer
+from attend.serving.figures import FIGURE, MAX_WAITING, FigureRenderer, no_full_collection
 from attend.serving.requests import Request
 from attend.serving.service import open_service
 from attend.spec import LayerSpec
@@ -168,3 +168,14 @@ def test_rule_12_a_picture_of_many_heads_begins_no_full_garbage_collection():
             thread.join()  # it restores the thresholds after it has answered
     assert set(generations) == {0, 1}
     assert gc.get_threshold()[2] < 1000
+
+
+def test_pictures_of_two_threads_leave_no_threshold_of_the_garbage_collector_changed():
+    """One that is left behind ends after the next one has begun."""
+    first, second = no_full_collection(), no_full_collection()
+    before = gc.get_threshold()
+    for each in (first, second):
+        each.__enter__()
+    for each in (first, second):
+        each.__exit__(None, None, None)
+    assert gc.get_threshold() == before

@@ -42,6 +42,7 @@ SIDES: tuple[Literal["query"], Literal["key"]] = ("query", "key")
 PLOT_MODULE = "attend.heads.figures.plot"
 T = TypeVar("T")
 NEVER = 1 << 30  # collections of younger objects until a full one
+THRESHOLDS = gc.get_threshold()  # of the process; every picture restores these, since one that is left behind may end after the next
 MAX_HEADS = 256  # most heads in one picture
 MAX_SECONDS = 30.0  # most seconds for waiting and drawing, if the caller sets no earlier deadline
 MAX_WAITING = 32  # most drawings that are waiting or being drawn; each is bounded in cells and pixels, so their number bounds their cost
@@ -207,12 +208,11 @@ def no_full_collection() -> Iterator[None]:
     matplotlib makes hundreds of thousands of objects for a large figure, and a full collection among them would pause all threads for
     tenths of a second. `Plot.free` frees nearly all of them without a collection.
     """
-    thresholds = gc.get_threshold()
-    gc.set_threshold(*thresholds[:2], NEVER)
+    gc.set_threshold(*THRESHOLDS[:2], NEVER)
     try:
         yield
     finally:
-        gc.set_threshold(*thresholds)
+        gc.set_threshold(*THRESHOLDS)
 
 
 def _too_late() -> DeadlinePassed:
