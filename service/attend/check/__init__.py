@@ -38,7 +38,9 @@ In the order in which to read it:
     explanation.py           the search for the mistake that explains a candidate's numbers
     unnamed.py               what is said if there is none
     applied_weights.py       the attention weights that a candidate applies, found by calls
-    weight_facts.py          what they show beside the right ones
+    compared_weights.py      these beside the right ones
+    weight_facts.py          what they show: which keys get weight, in which order, and what rows sum to
+    score_facts.py           what is wrong with the scores that they come from
     pairs.py                 words for sets of queries and keys
     mistakes/                the known mistakes with their arithmetic
     algebra/                 the changes of any step of any layer, with names and arithmetic made of the step

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import product
+from typing import Any
 
 import numpy as np
 
@@ -96,8 +97,8 @@ def _is_same(one: ComparedCase, two: ComparedCase) -> bool:
 
 def with_other(case: CheckCase, roles: Collection[str]) -> CheckCase:
     """The case with the rows of these inputs in the opposite order and negated: numbers of the same size."""
-    inputs: dict[str, Array] = {role: np.ascontiguousarray(-getattr(case, role)[:, ::-1]) for role in roles}
-    return replace(case, **inputs)  # type: ignore[arg-type]  # inputs are arrays
+    inputs: dict[str, Any] = {role: np.ascontiguousarray(-getattr(case, role)[:, ::-1]) for role in roles}
+    return replace(case, **inputs)
 
 
 def _gives(right: Computation, weights: Array, got: Array) -> bool:
@@ -263,10 +264,10 @@ def _of_changed_rows(candidate: Candidate, compared: ComparedCase) -> AppliedWei
     finite, is_one = np.asarray(np.isfinite(before).all(axis=-1)), "key" not in candidate.adapter.roles
     has = np.zeros((len(before), 1, before.shape[1], len(case.key[0])))
     for j in rows:
-        inputs: dict[str, Array] = {role: getattr(case, role).copy() for role in ("query", "key", "value")}
+        inputs: dict[str, Any] = {role: getattr(case, role).copy() for role in ("query", "key", "value")}
         for role in inputs if is_one else ("key", "value"):
             inputs[role][:, j] = -inputs[role][:, j]
-        changed = np.abs(candidate.adapter.call(replace(case.call, **inputs)).output - before).max(axis=-1)  # type: ignore[arg-type]
+        changed = np.abs(candidate.adapter.call(replace(case.call, **inputs)).output - before).max(axis=-1)
         has[:, 0, :, j] = ~(changed <= 1e-6 * np.abs(before[finite]).max())
     known = finite[:, None, :, None] & np.isin(np.arange(has.shape[3]), rows) & (~np.eye(*has.shape[2:], dtype=bool) if is_one else ALL)
     return AppliedWeights(right, has, 1e-5, "found by calls that change the rows of one key each", known, has_numbers=False)

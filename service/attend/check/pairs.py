@@ -175,3 +175,19 @@ def _of_places(distance: Array, has: Array, aligned: str) -> Iterator[tuple[str,
     yield earlier.get(last, f"the keys up to {end} of each query i") + aligned, distance <= last
     yield f"all keys but each query's own{aligned}", distance != 0
     yield f"the keys {begin} to {end} of each query i{aligned}", (distance >= first) & (distance <= last)
+
+
+def and_others(count: int) -> str:
+    """What follows the first of so many things."""
+    return f", and {count - MOST_LISTED} other{'s' * (count > MOST_LISTED + 1)}" if count > MOST_LISTED else ""
+
+
+def key_in_words(j: int, n: int) -> str:
+    """Words for key j of n."""
+    return "the last key" if j == n - 1 else "the first key" if j == 0 else f"key {j}"
+
+
+def verb_after(words: str) -> str:
+    """The verb after words for one or several keys."""
+    one = words.startswith(("the last key", "the first key", "the key ", "key ", "every ", "each query's own key", "1 pair "))
+    return "is" if one and "own key and" not in words else "are"
