@@ -29,7 +29,8 @@ from attend.check.low_precision import HALF
 from attend.check.weights import complete_weights, read_weights
 from attend.tensors import Array
 
-MOST_SECONDS = 0.4  # that the calls for one case may take
+MOST_SECONDS = 1.0  # of this thread that the calls for one case may take: usual candidates take less than a tenth of it
+TIMED_CALLS = 3  # by the fastest of which that is predicted
 MOST_PARAMETERS = 2**24  # numbers that float32 tells apart
 UNITS = {"float64": 1e-6, "float32": 1.0, "float16": 3e4, "bfloat16": 3e4}  # times more rounding than in float32
 NEAR = {
@@ -60,7 +61,8 @@ def applied_weights(candidate: Candidate, compared: ComparedCase) -> AppliedWeig
     right, wrong = compared.right, compared.wrong
     if wrong is None or wrong.name != "output" or not wrong.has_shape or right.case.whole is not None:
         return None
-    compared = replace(compared, seconds=call(candidate, right.case).seconds)  # the first call of a shape may take longer
+    seconds = min(call(candidate, right.case).seconds for _ in range(TIMED_CALLS))  # any one may take longer, as the first of a shape does
+    compared = replace(compared, seconds=seconds)
     unit, found = UNITS[right.dtype], "the weights that it applies, "
     for recover, words, noise in (
         (_of_one_hot_values, "found by calls with one-hot values", 1e-9 * unit),
