@@ -100,7 +100,7 @@ def test_positions_that_few_digits_do_not_tell_apart_are_found(wrong, case):
 def test_the_report_says_how_far_it_looked():
     comparison = compare(Rotary, **ROTARY)
     assert "agrees with the reference in all 8 cases that were tried, with up to 4,097 keys, in float32, " in comparison.conclusion
-    assert " and with position_ids; not tried: mask, padded keys, packed sequences, since no parameter" in comparison.conclusion
+    assert " and with position_ids; no parameter takes: mask, padded keys, packed sequences" in comparison.conclusion
     assert "distant positions (2 calls)" in str(comparison) and "lengths (17 calls)" in str(comparison)
     bare = compare(scaled_dot_product_attention, longest=257)
     assert ", with up to 257 keys, heads of 4 to 256 numbers, in float32, and with attn_mask, is_causal and scale; " in bare.conclusion

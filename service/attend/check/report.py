@@ -159,17 +159,18 @@ class Comparison:
 
     @property
     def omissions(self) -> str:
-        """Which cases were not tried that would show more, and why, and which parameters; empty if there are none."""
-        untried = [result for result in self.results if result.untried]
+        """Which cases were not tried that would show more, and why, and which parameters; then those for which it has no parameter."""
         reasons: dict[str, list[CaseResult]] = {}
-        for result in untried:
+        for result in (x for x in self.results if x.untried and not x.impossible):
             kind = (result.skipped or "").partition(":")[0]  # of exceptions of one type, the first is shown
             reasons.setdefault(kind if kind.startswith(RAISED) else _short_reason(result), []).append(result)
         words = [f"{', '.join(x.case for x in results)}, {_short_reason(results[0])}" for results in reasons.values()]
         if self.parameters:
             is_one = len(self.parameters) == 1
             words.append(f"the parameter{'' if is_one else 's'} {', '.join(self.parameters)}")
-        return f"not tried: {'; '.join(words)}" if words else ""
+        not_tried = f"not tried: {'; '.join(words)}" if words else ""
+        impossible = ", ".join(x.case for x in self.results if x.impossible)
+        return "; ".join(filter(None, (not_tried, f"no parameter takes: {impossible}" if impossible else "")))
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -180,7 +181,7 @@ def _short_reason(result: CaseResult) -> str:
     """Why cases were not tried, as one clause for all of them."""
     reason = result.skipped or ""
     if reason.startswith(NO_PARAMETER):
-        return f"since no parameter {'takes' if result.impossible else 'is known for'} them"
+        return "since no parameter is known for them"
     if reason == NO_POSITIONS:
         return "since query_offset is not given"
     if reason.startswith("since "):

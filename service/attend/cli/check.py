@@ -93,7 +93,7 @@ def check(
 
     The service runs at --url or in this process. With --module, an attention implementation of yours is compared instead, and the first
     disagreement is shown with the known mistakes that explain it. Exit code 1: an error is larger than rounding allows. Exit code 3: a
-    --module agrees, but some cases were not tried, since no parameter is known for them.
+    --module agrees, but some cases or parameters were not tried.
     """
     if module and (url or case is not None or config):
         raise typer.BadParameter("a --module is checked in this process; leave --url, --case and --config out")
