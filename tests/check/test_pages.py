@@ -102,3 +102,22 @@ def test_a_row_too_many_is_no_question_of_its_numbers():
 def test_calls_with_pages_alone_are_wrong():
     comparison = compare(twice_the_scale, framework="torch", longest=33)
     assert {x.case for x in comparison.results if x.agrees is False} == {"block_table", "block_table with padded keys"}, f"\n{comparison}"
+
+
+def one_query(query, key_cache, value_cache, block_tables, seq_lens, scale=None):
+    """As vLLM's kernels for decoding: the query is [b, h, d]."""
+    return read_pages(query[:, None], key_cache, value_cache, seq_lens, block_tables, scale)[:, 0]
+
+
+def one_query_without_its_last_page(query, key_cache, value_cache, block_tables, seq_lens):
+    """A last page that is full is left out."""
+    return one_query(query, key_cache, value_cache, block_tables, torch.where(seq_lens % 16 == 0, seq_lens - 16, seq_lens))
+
+
+def test_what_takes_one_query_of_each_item_gets_each_query_as_an_item():
+    right = compare(one_query, framework="torch", longest=257)
+    assert right.is_complete and {"block_tables", "scale"} <= {*right.tried} and right.keys == 257, f"\n{right}"
+    assert "it takes one query of each item, [b,h,d], and keys [b,n,h,d]" in right.conventions
+    wrong = compare(one_query_without_its_last_page, framework="torch", longest=65)
+    assert {x.case for x in wrong.results if x.agrees is False} == {f"7 queries, {keys} keys" for keys in (16, 32, 64)}, f"\n{wrong}"
+    assert "; of the lengths, wrong: those with whole tiles of 16 keys, 7 queries, 16 keys" in wrong.first.hint

@@ -470,6 +470,33 @@ def test_calls_that_are_wrong_are_listed_beside_those_that_are_right():
     assert hint.endswith("; right: no mask, cross-attention, large logits"), hint
 
 
+def one_query(query, key, value, lengths=None):
+    """Decodes with keys in NumPy: [b, h, d] and [b, n, h, d]."""
+    scores = np.einsum("bhd,bnhd->bhn", query, key) * query.shape[-1] ** -0.5
+    if lengths is not None:
+        scores = np.where(np.arange(key.shape[1]) < lengths[:, None, None], scores, -np.inf)
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    return np.einsum("bhn,bnhd->bhd", weights / weights.sum(axis=-1, keepdims=True), value)
+
+
+def one_query_alone(query, key, value):
+    """[h, d] and [n, h, d]."""
+    return one_query(query[None], key[None], value[None])[0]
+
+
+def one_query_and_one_key_more(query, key, value, lengths=None):
+    return one_query(query, key, value, None if lengths is None else lengths + 1)
+
+
+def test_kernels_for_decoding_get_each_query_as_an_item():
+    assert "found by calls: it takes one query of each item, [b,h,d], and keys [b,n,h,d]" in str(compare(one_query, longest=33))
+    alone = compare(one_query_alone, longest=257)
+    assert alone.is_complete and alone.conventions == "found by calls: it takes one query, [h,d], and keys [n,h,d]", f"\n{alone}"
+    wrong = compare(one_query_and_one_key_more, longest=7)
+    assert [x.case for x in wrong.results if x.agrees is False] == ["padded keys"], f"\n{wrong}"
+    assert "the key after the last one that each query may attend to is seen and should not be" in wrong.first.hint
+
+
 def test_a_class_without_a_parameter_for_masks_is_looked_at_completely():
     comparison = compare(Grouped, longest=7)
     assert comparison.agrees and comparison.is_complete

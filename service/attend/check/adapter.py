@@ -39,7 +39,12 @@ OPTIONAL = frozenset(  # roles of parameters that are passed only where a case i
     ("mask", "padding", "lengths", "segments", "boundaries", "page_table", "cache", "use_cache", "causal", "scale", "softcap", "window")
 )
 
-LAYOUTS = {"b,h,n,d": (0, 1, 2, 3), "b,n,h,d": (0, 2, 1, 3), "n,b,h,d": (2, 0, 1, 3)}  # places of the axes b, h, n, d
+LAYOUTS = {  # places of the axes b, h, n, d
+    "b,h,n,d": (0, 1, 2, 3),
+    "b,n,h,d": (0, 2, 1, 3),
+    "n,b,h,d": (2, 0, 1, 3),
+    "b,h,d": (0, 2, 1, 3),  # of the keys; the query has one row, without an axis
+}
 NO_PARAMETER = "no parameter is known as"  # the beginning of the reason why a case is not tried
 NO_POSITIONS = "it is always causal, and q != k leaves the positions of its queries open; pass query_offset"
 
@@ -329,12 +334,9 @@ class Adapter:
 
     def in_layout(self, x: Array, role: str) -> Array:
         """A query, key or value [b, n, width] in the layout of the candidate."""
-        return self._in_layout(x, self.heads if role == "query" else self.kv_heads)
-
-    def _in_layout(self, x: Array, heads: int) -> Array:
-        """[b, n, width] in the layout of the candidate."""
         if self.heads_given and self.convention.layout != "b,n,d":
-            x = np.transpose(Layer.split_heads(x, heads), LAYOUTS[self.convention.layout])
+            x = np.transpose(Layer.split_heads(x, self.heads if role == "query" else self.kv_heads), LAYOUTS[self.convention.layout])
+            x = x[:, 0] if self.convention.takes_one_query and role == "query" else x
         elif self.convention.batched and not self.batch_first:
             x = x.swapaxes(0, 1)
         return self._unbatched(x)
@@ -370,6 +372,7 @@ class Adapter:
     def as_output(self, x: Array) -> Array:
         """What the candidate returned as [b, q, width], if it has the right shape."""
         x = x if self.convention.batched else x[None]
+        x = x[:, None] if self.convention.takes_one_query and x.ndim == 3 else x
         if self.heads_given and x.ndim == 4:
             return Layer.merge_heads(np.transpose(x, np.argsort(LAYOUTS[self.convention.output_layout or self.convention.layout])))
         return x.swapaxes(0, 1) if not self.batch_first and self.convention.batched and x.ndim == 3 else x

@@ -119,8 +119,10 @@ class Candidate:
         )
 
     def _as_passed(self, case: CheckCase) -> CheckCase:
-        """The case with what each call has to pass: segments, and fields of the layer that are no defaults."""
+        """The case with what each call has to pass: segments, fields of the layer that are no defaults; with one query if it takes one."""
         roles, spec = self.adapter.roles.keys(), case.layer(self.spec)
+        if self.adapter.convention.takes_one_query:
+            case = case.with_one_query(batched=self.adapter.convention.batched)
         one = np.ones(case.query.shape[:2], int) if case.segments is None else case.segments
         layer: dict[str, tuple[Any, bool]] = {  # role -> value, and whether it is usual
             "scale": (spec.scale, math.isclose(spec.scale, spec.head_dim**-0.5)),

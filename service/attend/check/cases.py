@@ -19,6 +19,7 @@ from attend.tensors import BY_TORCH, Array
 POSITIONAL_QUERIES = 31  # where results depend on positions, so that windows and scaled frequencies show
 LONG = (65, 130, 257)  # keys of the long cases: one or two more than tiles of 64 and 128 hold
 CROSS = 113  # keys of a long cross-attention: tiles of 16, 32 and 64 leave 1, 17 and 49 of them
+MOST_ALONE = 5  # queries of an item, for what takes one query
 ENOUGH_QUERIES = 64  # of which one has a score that is near the largest
 CaseKind = Literal["plain", "mask", "causal", "padding", "segments", "numbers"]
 Group = Literal["short", "parameters", "long", "lengths", "widths"]
@@ -112,6 +113,15 @@ class CheckCase:
     def seeing(self, *, mask: Array | None = None, own: Array | None = None) -> "CheckCase":
         """The case as a candidate computes it that takes `mask` for the one that is passed, or is causal as `own` says."""
         return replace(self, visible=(self.mask if mask is None else mask) & (self.own if own is None else own) & self.not_padded)
+
+    def with_one_query(self, *, batched: bool) -> "CheckCase":
+        """The case with an item for each of its last queries [b * q, 1, d_model]; unless it is batched, with the last query alone."""
+        queries, rows = min(len(self.query[0]), MOST_ALONE if batched else 1), dict[str, Any]()
+        for name in ("query", "mask", "visible", "numbers", "beside"):
+            if (x := getattr(self, name)) is not None:
+                rows[name] = x[:, -queries:].reshape(-1, 1, *x.shape[2:])
+        rows |= {name: np.repeat(getattr(self, name), queries, axis=0) for name in ("key", "value")}
+        return replace(self, whole=None, **rows)
 
     def layer(self, spec: LayerSpec) -> LayerSpec:
         """The layer as the arguments of this call make it."""

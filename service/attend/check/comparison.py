@@ -1,5 +1,6 @@
 """Compares a candidate with the reference in every case, and says what was looked at."""
 
+import math
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
@@ -218,7 +219,11 @@ def _in_sweep(called: Calls) -> Disagreement | None:
     if called.wrong_in_sweep is None:
         return None
     sweep, first, wrong, right = called.wrong_in_sweep
-    hint = f"{IN_SWEEP}; of the {sweep.name}, wrong: {_first_of(wrong)}; right: {_first_of(right)}"
+    keys = {case.name: case.key.shape[1] for case in sweep.cases}
+    tile = math.gcd(*(keys[name] for name in wrong))
+    are_whole = len(wrong) > 1 < tile and all(keys[name] % tile for name in right)
+    which = f"those with whole tiles of {tile} keys, " if are_whole else ""
+    hint = f"{IN_SWEEP}; of the {sweep.name}, wrong: {which}{_first_of(wrong)}; right: {_first_of(right)}"
     found = divergence_of(called.prepared, first.right.case) if first.right.case.whole is None else None
     return replace(disagreement(first, Explanation()), hint=hint, step=None if found is None else first_wrong_step(found))
 

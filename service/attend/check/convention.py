@@ -20,7 +20,8 @@ from attend.spec_parts import PROJECTIONS
 Polarity = Literal["attend", "block", "add"]
 MaskShape = Literal["q,k", "b,1,q,k", "b,q,k", "b,h,q,k", "b,k", "b,1,1,k"]
 MaskDType = Literal["bool", "int", "float"]
-Layout = Literal["b,h,n,d", "b,n,h,d", "n,b,h,d", "b,n,d"]
+OutputLayout = Literal["b,h,n,d", "b,n,h,d", "n,b,h,d", "b,n,d"]
+Layout = Literal[OutputLayout, "b,h,d"]
 Orientation = Literal["in,out", "out,in"]
 Alignment = Literal["top-left", "bottom-right"]
 RopeTables = Literal["n,d/2", "n,d", "b,n,d", "1,1,n,d/2", "1,1,n,d", "1,n,1,d/2", "1,n,1,d"]
@@ -56,8 +57,10 @@ class Convention:
     query_offset: Annotated[
         Literal["start", "end"] | None, "of an always causal one, if q != k: query i is at key i, or the last query at the last key"
     ] = None
-    layout: Annotated[Layout, "axes of the query, key and value of a function"] = "b,h,n,d"
-    output_layout: Annotated[Layout | None, "axes of the output of a function, if they are others"] = None
+    layout: Annotated[
+        Layout, "axes of the query, key and value of a function; b,h,d: it takes one query of each item, and keys [b,n,h,d]"
+    ] = "b,h,n,d"
+    output_layout: Annotated[OutputLayout | None, "axes of the output of a function, if they are others"] = None
     framework: Annotated[
         Literal["torch", "numpy", "jax", "mlx"] | None, "whose arrays it takes; numpy is tried, and torch and mlx where they are imported"
     ] = None
@@ -93,6 +96,11 @@ class Convention:
     def tried(self, **values: Any) -> "Convention":
         """The convention with these values of options that are not given."""
         return replace(self, **{name: value for name, value in values.items() if name not in self.given})
+
+    @property
+    def takes_one_query(self) -> bool:
+        """Whether the query has no axis for rows."""
+        return self.layout == "b,h,d"
 
     @property
     def names_weights(self) -> bool:

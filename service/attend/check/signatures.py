@@ -29,7 +29,13 @@ class KnownFunction:
 
 HEADS_SECOND, HEADS_THIRD = {"layout": "b,h,n,d"}, {"layout": "b,n,h,d"}
 ADDED = {"mask_means": "add", "mask_shape": "b,1,q,k"}
-OF_PAGES = by_name({"key": "k_cache key_cache", "value": "v_cache value_cache", "lengths": "cache_seqlens context_lens"})
+OF_PAGES = by_name(
+    {
+        "key": "k_cache key_cache k_pages key_pages",
+        "value": "v_cache value_cache v_pages value_pages",
+        "lengths": "cache_seqlens seqlens context_lens",
+    }
+)
 FLASH = r"(.*\.)?flash_attn"
 FUNCTIONS: dict[Like, KnownFunction] = {
     "flash_attn_varlen": KnownFunction(

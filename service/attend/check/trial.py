@@ -62,6 +62,7 @@ class Trial:
         """The short cases for a candidate, which are the same for all that they are drawn for alike."""
         draw = prepared.draw(self.seed)
         key = id(draw.weights), draw.dtype, draw.causal, draw.at_end, *draw.inputs, *draw.masks_per_item, None, *draw.masks_alone
+        key = *key, prepared.adapter.convention.takes_one_query, prepared.adapter.convention.batched
         if key not in self.cases:
             self.cases[key] = Repeatable(prepared.draw_cases(self.seed, {"short"}))
         return self.cases[key]
@@ -200,8 +201,10 @@ class Trial:
 
     def _agreement(self, prepared: Candidate) -> int:
         """How much agrees: ALL_AGREE if all cases do that depend on no meaning of a mask; less if the first does, one less if the candidate
-        takes the others; or only one row."""
-        first, *others = self._cases(prepared)
+        takes the others; or only one row; 0 if there are none."""
+        if not (cases := self._cases(prepared)):
+            return 0
+        first, *others = cases
         if self.agrees(prepared, first):
             agree = all(self.agrees(prepared, case) for case in others)
             return ALL_AGREE if agree else ALL_AGREE - 1 if self._takes_all(prepared) else ALL_AGREE - 2

@@ -71,9 +71,15 @@ def _words(before: Convention, after: Convention) -> Iterator[str]:
     if after.causal and not before.causal:
         ends = {None: "", "start": ", query i at key i", "end": ", the last query at the last key"}
         yield f"it is always causal{ends[after.query_offset]}"
-    if after.layout != before.layout:
+    if after.takes_one_query and not before.takes_one_query:
+        yield (
+            "it takes one query of each item, [b,h,d], and keys [b,n,h,d]"
+            if after.batched
+            else "it takes one query, [h,d], and keys [n,h,d]"
+        )
+    elif after.layout != before.layout:
         yield f"its axes are [{after.layout}]"
-    if after.batched != before.batched:
+    if after.batched != before.batched and not after.takes_one_query:
         yield "it takes one item, without a batch"
     if after.batch_first != before.batch_first and after.batch_first is not None:
         yield f"its inputs are {'[b, n, d_model]' if after.batch_first else '[n, b, d_model]'}"
