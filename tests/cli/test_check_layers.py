@@ -195,25 +195,18 @@ class Latent(nn.Module):
     def turn(self, x):
         return rotate(x, self.shared, interleaved=True)
 
-    def share(self, k):
-        return k.expand(-1, self.heads, -1, -1)
-
     def forward(self, x):
         split = lambda y: y.unflatten(-1, (self.heads, -1)).transpose(1, 2)
         q, q_rotary = split(self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))).split((self.own, self.shared), -1)
         c, k_rotary = self.kv_a_proj_with_mqa(x).split((self.rank, self.shared), -1)
         kv = split(self.kv_b_proj(self.kv_a_layernorm(c)))
         q = torch.cat((q, self.turn(q_rotary)), -1)
-        k = torch.cat((kv[..., : self.own], self.share(self.turn(k_rotary[:, None]))), -1)
+        k = torch.cat((kv[..., : self.own], self.turn(k_rotary[:, None]).expand(-1, self.heads, -1, -1)), -1)
         heads = scaled_dot_product_attention(q, k, kv[..., self.own :], is_causal=True, scale=self.factor * q.shape[-1] ** -0.5)
         return self.o_proj(heads.transpose(1, 2).flatten(2))
 
 class WithoutMscale(Latent):
     factor = 1
-
-class FirstHead(Latent):
-    def share(self, k):
-        return torch.cat((k, torch.zeros_like(k).expand(-1, self.heads - 1, -1, -1)), 1)
 
 class OwnRotaryParts(Latent):
     own_rotary_parts = True
@@ -264,8 +257,7 @@ WRONG = [
     ("Tiled", GROUPED, CAUSAL, ["query head i uses head i mod num_kv_heads of the keys"]),
     ("LongerWindow", WINDOW, CAUSAL, ["the window has one key more"]),
     ("Halved", GATED, PER_HEAD, ["one matrix for query and gate is cut as [2, h, d] and not as [h, 2, d]"]),
-    ("WithoutMscale", LATENT, CAUSAL[:1], ["mscale is forgotten"]),
-    ("FirstHead", LATENT, CAUSAL[:1], ["the rotary part of the keys is not shared across heads, but in the first head alone"]),
+    ("WithoutMscale", LATENT, CAUSAL[:1], ["the layer's own scale is ignored, and the scores are divided by sqrt(head_dim)"]),
     ("Leaking", ROTARY, CAUSAL, ["sequences leak across segments"]),
     ("FirstItem", ROTARY, CAUSAL, ["all items have the mask of the first"]),
     ("BucketBefore", BIASED, MASK, ["relative biases are off by one: each is that of the bucket before"]),

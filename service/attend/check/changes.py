@@ -12,13 +12,13 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from attend.attention.operators.rope import frequencies
 from attend.attention.operators.step import Step
 from attend.check.cases import CheckCase
 from attend.check.computation import Computation
 from attend.check.layer import Layer
 from attend.check.weights import pack, split_packed
-from attend.tensors import BY_TORCH, Array
+from attend.spec import LayerSpec
+from attend.tensors import Array
 
 Function = Callable[..., Any]
 Change = Callable[[Computation], Computation]  # raises Impossible, or ValueError for shapes that do not fit
@@ -53,8 +53,13 @@ def change_scale(scale: Callable[[Computation], float]) -> Change:
 
 
 def change_part(name: str, **fields: Any) -> Change:
-    """Replaces fields of a part of the spec, such as rope, where the layer has that part."""
-    return change_spec(**{name: lambda spec: (part := getattr(spec, name)) and part.model_copy(update=fields)})
+    """Replaces fields of a part of the spec, such as rope, where the layer has that part; by a value, or a function of the part."""
+
+    def changed(spec: LayerSpec) -> Any:
+        part = getattr(spec, name)
+        return part and part.model_copy(update={field: x(part) if callable(x) else x for field, x in fields.items()})
+
+    return change_spec(**{name: changed})
 
 
 def replace_weights(changed: Callable[[Computation], Mapping[str, Array]]) -> Change:
@@ -148,17 +153,6 @@ def mask_everywhere(changed: Callable[[Array], Array]) -> Change:
     return lambda c: replace(c, case=replace(c.case, visible=changed(c.case.visible)))
 
 
-def add_mask(changed: Callable[[Array], Array]) -> Change:
-    """Adds numbers made of the mask to the scores, and blocks nothing. Impossible without a mask."""
-
-    def change(c: Computation) -> Computation:
-        if c.case.visible.all():
-            raise Impossible
-        return UNMASK(replace(c, added=changed(c.case.visible).astype(np.float64)))
-
-    return change
-
-
 def replace_steps(**methods: Function) -> Change:
     """Replaces steps of the reference, which are methods of `Layer`."""
     return lambda c: replace(c, layer=type("Mistaken", (c.layer,), methods))
@@ -245,66 +239,6 @@ def only_if(needed: Callable[[Computation], Any], change: Change) -> Change:
 def all_of(*changes: Change) -> Change:
     """The changes one after the other."""
     return lambda c: reduce(lambda changed, change: change(changed), changes, c)
-
-
-# Wrong ways to split [b, n, h*d] into heads and to merge [b, h, n, d].
-SPLIT: dict[str, Function] = {
-    "not transposed": lambda layer, x, h: x.reshape(*x.shape[:2], h, -1),
-    "sequence first": lambda layer, x, h: x.reshape(*x.shape[:2], h, -1).transpose(1, 2, 0, 3),
-}
-MERGE: dict[str, Function] = {
-    "not transposed": lambda layer, x: x.reshape(*x.shape[:2], -1),
-    "sequence first": lambda layer, x: x.transpose(2, 0, 1, 3).reshape(x.shape[2], len(x), -1),
-}
-# Needed by splits that change the number of heads: keys and values are not repeated, and heads have no biases of their own.
-ANY_HEAD_COUNT = replace_steps(repeat_kv_heads=lambda layer, x, heads=0: x, position_bias=lambda layer: np.zeros((1, 1, 1, 1)))
-
-
-def split_and_merge(name: str) -> Change:
-    """Splits and merges heads in the same wrong way."""
-    return replace_steps(split_heads=SPLIT[name], merge_heads=MERGE[name])
-
-
-def share_with_first_head(layer: Layer, shared: Array, heads: int) -> Array:
-    """The shared part of latent keys [b, n, r] in the first head, 0 in the others: [b, heads, n, r]."""
-    return shared[:, None] * np.eye(heads, 1)[:, None]
-
-
-def share_by_reshape(layer: Layer, shared: Array, heads: int) -> Array:
-    """Repeats the shared part along a new axis of heads after that of the rows, and reshapes where it should transpose."""
-    return np.repeat(shared[:, :, None], heads, axis=2).reshape(len(shared), heads, *shared.shape[1:])
-
-
-def share_by_reshape_after_rope(layer: Layer, x: Array, name: str, positions: Array) -> Array:
-    """Rotates the keys, and then shares their rotary part by a reshape."""
-    rotated, latent = Layer.rotate(layer, x, name, positions), layer.spec.latent
-    if name == "query" or latent is None:
-        return rotated
-    shared, own = np.split(rotated, [latent.rope_key_dim], axis=-1)
-    return np.concatenate([share_by_reshape(layer, shared[:, 0], x.shape[1]), own], axis=-1)
-
-
-def rotate_with_angles_of_other_pairs(layer: Layer, x: Array, name: str, positions: Array) -> Array:
-    """RoPE of halves with angles f0 f0 f1 f1 …, which are those of neighbouring pairs; or of pairs with f0 f1 … f0 f1 …, of halves."""
-    rope = layer.spec.rope
-    if rope is None or rope.axes or layer.spec.num_softmaxes > 1:
-        raise Impossible
-    dims = rope.dims or x.shape[-1]
-    of_pairs, x_rotary = np.array(frequencies(rope, dims)), x[..., :dims]
-    angles = positions[:, None, :, None] * (np.tile(of_pairs, 2) if rope.interleaved else np.repeat(of_pairs, 2))
-    if rope.interleaved:
-        partners = np.stack((-x_rotary[..., 1::2], x_rotary[..., 0::2]), axis=-1).reshape(x_rotary.shape)
-    else:
-        partners = np.concatenate((-x_rotary[..., dims // 2 :], x_rotary[..., : dims // 2]), axis=-1)
-    rotated = rope.attention_factor * (x_rotary * np.cos(angles) + partners * np.sin(angles))
-    return np.concatenate((rotated, x[..., dims:]), axis=-1)
-
-
-def exp_without_maximum(c: Computation, softmax: Function, scores: Array, sinks: Array | None) -> Array:
-    """The weights by exp of the scores themselves, in the candidate's dtype."""
-    exponentials = np.exp(scores.astype(BY_TORCH[c.dtype].numpy)).astype(np.float64)
-    sink = 0.0 if sinks is None else np.exp(sinks[..., None])
-    return np.asarray(exponentials / (exponentials.sum(axis=-1, keepdims=True) + sink))
 
 
 def softmax_over(axes: tuple[int, ...]) -> Change:

@@ -93,7 +93,6 @@ class Computation:
     dtype: str = "float64"  # of the candidate: it decides where exp overflows, and the tolerance
     tolerance: float | None = None  # relative; None: by dtype
     average_weights: bool = False  # whether the weights are averaged over the heads
-    added: Array | None = None  # [b, q, k], added to the scores
     layer: type[Layer] = Layer  # a subclass replaces steps
     residual: bool = False
     factor: float = 1.0  # on the output
@@ -180,19 +179,12 @@ class Computation:
         def weights_of(layer: Layer, scores: Array, sinks: Array | None) -> tuple[Array, Array]:
             return self.layer.weights_of(layer, np.where(np.isneginf(scores), -fill, scores), sinks)
 
-        added = None if self.added is None else np.clip(self.added, -fill, fill)
-        return replace(self, added=added, layer=type("Finite", (self.layer,), {"weights_of": weights_of}))
-
-    @property
-    def _bias(self) -> Array | None:
-        """What is added to the scores: the case's numbers, and those of a mistake."""
-        numbers = self.case.numbers
-        return self.added if numbers is None else numbers if self.added is None else numbers + self.added
+        return replace(self, layer=type("Finite", (self.layer,), {"weights_of": weights_of}))
 
     @property
     def _call(self) -> ReferenceCall:
         """The call as the reference gets it."""
-        call: ReferenceCall = self.known.result(self._make_call, self.case, self.added, self.other_scale)
+        call: ReferenceCall = self.known.result(self._make_call, self.case, self.other_scale)
         return call
 
     def _make_call(self) -> ReferenceCall:
@@ -200,7 +192,7 @@ class Computation:
         visible = case.visible & case.exists if case.chunks else case.visible
         mask = None if visible.all() else visible
         inputs: dict[str, Any] = {"query": case.query, "key": case.key, "value": case.value, "query_offset": case.query_offset}
-        return ReferenceCall(**inputs, attend_mask=mask, bias=self._bias, scale=self.other_scale)
+        return ReferenceCall(**inputs, attend_mask=mask, bias=case.numbers, scale=self.other_scale)
 
     @np.errstate(all="ignore")
     def _attend(self, nudge: float = 0.0) -> Outputs:

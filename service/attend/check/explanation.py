@@ -24,10 +24,10 @@ from attend.check.fitting import fitted_factors, fitted_scale, ratio_of_scales
 from attend.check.low_precision import HALF
 from attend.check.mistakes import MISTAKES, Mistake
 from attend.check.mistakes.mistake import StepMistake
+from attend.check.mistakes.precision import MISTAKES as PRECISION
 from attend.tensors import Array
 
 Named = tuple[str, Mistake]
-PRECISION = frozenset(MISTAKES["precision"])
 CONFIRMATIONS = 6  # further cases that an explanation must give, too
 TYPICAL = 2  # times the root mean square of the changes by rounding is that of a half-precision candidate's errors at most
 MOST_NOISE = (
@@ -210,7 +210,7 @@ class _Search:
     def likely(self) -> Iterator[Named]:
         """Changes of the first wrong steps, or of all if those are not known; and the known mistakes."""
         changes = ((x.name, x.mistake) for x in self.probe.changes_of_steps() if not self.steps or x.step in self.steps)
-        return self._that_give(chain(changes, *(mistakes.items() for mistakes in MISTAKES.values())))
+        return self._that_give(chain(changes, MISTAKES.items()))
 
     def elsewhere(self) -> Iterator[Named]:
         """Changes of the other steps, which may give the same numbers as what the candidate has there."""

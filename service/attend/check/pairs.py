@@ -114,6 +114,8 @@ def _of_sequences(case: CheckCase) -> Iterator[tuple[str, Array]]:
     yield "the keys of earlier sequences", of_key < own
     yield "the keys of later sequences", of_key > own
     yield "the keys of the query's own sequence", of_key == own
+    yield "the keys of the first of the packed sequences", of_key == of_key.min(axis=3, keepdims=True)
+    yield "the keys of the last of the packed sequences", of_key == of_key.max(axis=3, keepdims=True)
 
 
 def _of_calls(pairs: Array, case: CheckCase) -> Iterator[tuple[str, Array]]:

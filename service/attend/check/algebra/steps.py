@@ -1,5 +1,6 @@
 """A step left out, done twice, after the next one, with the opposite sign, at other positions, or over another axis."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ WORDS = {
     "apply_gate": "the gate",
     "norm_heads": "the norm of the outputs of heads",
 }
-SIGNED = {"scaled_products": "the scores have", "output": "the output has", "alibi": "ALiBi's biases have"}
+SIGNED = {"scaled_products": "the scores have", "output": "the output has"}
 NOT_RUN = ("sum_biases", "sinks")  # of which the reference with places to change it makes no steps
 
 
@@ -33,7 +34,8 @@ def changed_steps(program: Sequence[Step]) -> Iterator[StepMistake]:
             if step.name in ("norm_key", "rotate_key"):
                 yield _of_values(step)
             if step.name.startswith("rotate_"):
-                yield from _of_positions(step.name.partition("_")[2])
+                yield from _of_turns(step.name.partition("_")[2])
+            yield from _of_places(step)
             if step.name == "softmax":
                 yield from _of_softmax()
 
@@ -60,6 +62,14 @@ def _the(step: Step, roles: Sequence[str]) -> str:
     return WORDS.get(step.name, f"the {step.name.replace('_', ' ')}")
 
 
+def _is_bias(step: Step) -> bool:
+    return next(iter(step.writes)).endswith("_bias")
+
+
+def _biases(step: Step) -> str:
+    return "ALiBi's biases" if step.name == "alibi" else f"the biases of {step.name.replace('_bias', '')}"
+
+
 def _of_structure(step: Step, later: Sequence[Step]) -> Iterator[StepMistake]:
     """The step left out, done twice, or done after the next one that changes the same value."""
     formula = step.formula.partition(",")[0]
@@ -82,9 +92,9 @@ def _of_structure(step: Step, later: Sequence[Step]) -> Iterator[StepMistake]:
 
 def _of_sign(step: Step) -> Iterator[StepMistake]:
     """What the step computes with the opposite sign."""
-    if step.name in SIGNED or next(iter(step.writes)).endswith("_bias"):
+    if step.name in SIGNED or _is_bias(step):
         change = at_step(step.name, lambda compute, *operands: -compute(*operands))
-        words = SIGNED.get(step.name, f"the biases of {step.name.replace('_bias', '')} have")
+        words = SIGNED.get(step.name, f"{_biases(step)} have")
         left, _, right = step.formula.partition(" = ")
         yield StepMistake(step.name, f"{words} the opposite sign", Mistake(change, f"{left} = -({right})", step.formula))
 
@@ -101,18 +111,30 @@ def _of_values(step: Step) -> StepMistake:
     return StepMistake(step.name, words, mistake)
 
 
-def _of_positions(role: str) -> Iterator[StepMistake]:
-    """RoPE of the queries, of the keys, or of both, at other positions. A query one too high is a key one too low."""
-    right = "R(i) q_i · R(j) k_j"
+def _of_turns(role: str) -> Iterator[StepMistake]:
+    """RoPE of the queries, of the keys, or of both, with angles of the opposite sign."""
     for roles in [(role,), ("query", "key")] if role == "query" else [(role,)]:
         change = at_steps([f"rotate_{x}" for x in roles], lambda compute, x, positions, *others: compute(x, -positions, *others))
         queries, keys = (f"-{i}" if x in roles else i for x, i in (("query", "i"), ("key", "j")))
         name = f"RoPE of {' and '.join(NOUNS[x] for x in roles)} turns the other way: its sines have the opposite sign"
-        yield StepMistake(f"rotate_{role}", name, Mistake(change, f"R({queries}) q_i · R({keys}) k_j", right))
-    for words, sign, by in (("high", "+", 1), ("low", "-", -1)) if role == "key" else ():
-        change = at_step("rotate_key", lambda compute, x, positions, *others, by=by: compute(x, positions + by, *others))
-        name = f"RoPE's positions of the keys are one too {words}"
-        yield StepMistake("rotate_key", name, Mistake(change, f"R(i) q_i · R(j {sign} 1) k_j", right))
+        yield StepMistake(f"rotate_{role}", name, Mistake(change, f"R({queries}) q_i · R({keys}) k_j", "R(i) q_i · R(j) k_j"))
+
+
+def _of_places(step: Step) -> Iterator[StepMistake]:
+    """The places of the keys off by one; one too high of the query is one too low of the key."""
+    is_bias = _is_bias(step) and "keys" in step.reads
+    if step.name != "rotate_key" and not is_bias:
+        return
+    of_keys = step.reads.index("keys" if is_bias else "key_coordinates")
+    for high, after, sign, by in (("high", "after", "+", 1), ("low", "before", "-", -1)):
+        change = at_step(step.name, lambda compute, *x, by=by: compute(*x[:of_keys], x[of_keys] + by, *x[of_keys + 1 :]))
+        off = (
+            f"{_biases(step)} are off by one: each is that of the key {after}"
+            if is_bias
+            else f"RoPE's positions of the keys are one too {high}"
+        )
+        wrong = re.sub(r"\(j\)|\bj\b", f"(j {sign} 1)", step.formula)
+        yield StepMistake(step.name, off, Mistake(change, wrong, step.formula))
 
 
 def _of_softmax() -> Iterator[StepMistake]:

@@ -34,10 +34,8 @@ def in_dtype(dtype: str, rounded: frozenset[str]) -> Change:
     return change
 
 
-MISTAKES: dict[str, dict[str, Mistake]] = {
-    "precision": {
-        name.format(dtype=dtype): Mistake(in_dtype(dtype, rounded), f"{wrong}, [·] in {dtype}", attention())
-        for name, (rounded, wrong) in STEPS.items()
-        for dtype in ("bfloat16", "float16")
-    }
+MISTAKES: dict[str, Mistake] = {
+    name.format(dtype=dtype): Mistake(in_dtype(dtype, rounded), f"{wrong}, [·] in {dtype}", attention())
+    for name, (rounded, wrong) in STEPS.items()
+    for dtype in ("bfloat16", "float16")
 }
