@@ -19,7 +19,7 @@ from attend.check.cases import (
     Group,
     Lengths,
     draw_long_cases,
-    draw_partial_cases,
+    draw_one_row,
     draw_short_cases,
     lengths_for,
 )
@@ -74,11 +74,9 @@ class Candidate:
             drawn.append(draw_parameter_cases(draw, further, mask_of, **more))
         if "long" in groups:
             drawn.append(draw_long_cases(draw, decodes=decodes))
+        if "one row" in groups:
+            drawn.append(draw_one_row(draw))
         yield from map(self._as_passed, chain(*drawn))
-
-    def draw_partial_cases(self, seed: int) -> Iterator[CheckCase]:
-        """Cases on which most mistakes change nothing."""
-        yield from map(self._as_passed, draw_partial_cases(self.draw(seed)))
 
     def draw_sweeps(self, seed: int, longest: int) -> Iterator[Sweep]:
         """Calls of many lengths and widths, with at most `longest` rows."""

@@ -22,7 +22,7 @@ CROSS = 113  # keys of a long cross-attention: tiles of 16, 32 and 64 leave 1, 1
 MOST_ALONE = 5  # queries of an item, for what takes one query
 ENOUGH_QUERIES = 64  # of which one has a score that is near the largest
 CaseKind = Literal["plain", "mask", "causal", "padding", "segments", "numbers"]
-Group = Literal["short", "parameters", "long", "lengths", "widths"]
+Group = Literal["short", "parameters", "long", "lengths", "widths", "one row"]
 T = TypeVar("T")
 ALL = np.ones((), bool)  # the mask of a case without one
 
@@ -260,10 +260,10 @@ def draw_short_cases(draw: Draw, *, decodes: bool = False, takes_back: bool = Tr
             yield replace(packed, segments=segments, key_segments=own)
 
 
-def draw_partial_cases(draw: Draw) -> Iterator[CheckCase]:
+def draw_one_row(draw: Draw) -> Iterator[CheckCase]:
     """A case of one row, in which most mistakes change nothing; none for a layer whose number of rows is fixed."""
     if all(extent.negative for extent in draw.spec.extents):
-        yield draw.case("one row", "plain", 1, queries=1)
+        yield draw.case("one row", "plain", 1, queries=1, group="one row")
 
 
 def draw_long_cases(draw: Draw, *, decodes: bool = False) -> Iterator[CheckCase]:

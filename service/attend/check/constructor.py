@@ -186,7 +186,7 @@ def constructed(cls: type, spec: LayerSpec | None, convention: Convention, seed:
         made = cls(**arguments)
     else:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)  # torch.manual_seed keeps a stack trace for each device that is not used yet
             module = cls(**arguments)
             _tell_parameters_apart([parameter for parameter in module.parameters() if not hasattr(parameter, "materialize")])
             dtype = None if convention.dtype is None else getattr(torch, convention.dtype)

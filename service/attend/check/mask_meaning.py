@@ -13,7 +13,7 @@ import numpy as np
 from attend.check.adapter import CallFailed
 from attend.check.cases import CaseKind, CheckCase
 from attend.check.convention import Convention, mask_conventions, mask_polarity
-from attend.check.trial import Trial, changed_rows, output, perturbed
+from attend.check.trial import Trial, changed_rows, perturbed
 
 MEANS = {"attend": "means attend", "block": "means blocked", "add": "is added to the scores"}
 
@@ -85,8 +85,8 @@ def _hides(trial: Trial, convention: Convention, role: str) -> bool:
     kept = np.broadcast_to(np.arange(case.key.shape[1]) != 1, case.mask.shape)
     case = replace(case, kind=_kind(role, convention), mask=kept, visible=kept & case.own)
     with suppress(CallFailed, ValueError):
-        before = output(prepared, case)
-        hidden, seen = (changed_rows(before, output(prepared, perturbed(case, key, prepared))) for key in (1, 0))
+        before = trial.output(prepared, case)
+        hidden, seen = (changed_rows(before, trial.output(prepared, perturbed(case, key, prepared))) for key in (1, 0))
         others = np.arange(len(hidden)) != (1 if "key" not in prepared.adapter.roles else -1)  # its own row may depend on its input
         return bool(seen[-1] and not hidden[others].any())
     return False
@@ -96,5 +96,5 @@ def _accepts(trial: Trial, convention: Convention, role: str) -> bool:
     """Whether the candidate takes a mask that is read so."""
     case = _case(trial, convention, role)
     with suppress(CallFailed, ValueError):
-        return case is not None and output(trial.prepare(convention), case).shape[:2] == case.query.shape[:2]
+        return case is not None and trial.output(trial.prepare(convention), case).shape[:2] == case.query.shape[:2]
     return False

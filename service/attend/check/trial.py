@@ -14,12 +14,13 @@ from typing import Any, get_args
 
 import numpy as np
 
-from attend.check.adapter import CallFailed
+from attend.check.adapter import CallFailed, CandidateResult
 from attend.check.candidate import OF_CALLS, Candidate
-from attend.check.cases import CheckCase, Repeatable
+from attend.check.cases import CheckCase, Group, Repeatable
 from attend.check.computation import Computation, Expected
 from attend.check.convention import OF_MASKS, ROPE_TABLES, Ambiguous, Convention, Layout, mask_conventions
 from attend.check.families import with_positions
+from attend.check.layer import Known
 from attend.check.preparation import prepare
 from attend.check.weights import names_speak_for
 from attend.check.windows import with_and_without_window
@@ -45,6 +46,7 @@ class Trial:
     seed: int
     prepared: list[tuple[Convention, Candidate]] = field(default_factory=list)
     cases: dict[tuple[object, ...], Repeatable[CheckCase]] = field(default_factory=dict)
+    results: Known = field(default_factory=Known)  # of calls
     expected: dict[tuple[int, str], tuple[CheckCase, Expected]] = field(default_factory=dict)  # by the identity of the case, and the dtype
 
     def prepare(self, convention: Convention) -> Candidate:
@@ -60,12 +62,29 @@ class Trial:
 
     def short_cases(self, prepared: Candidate) -> Iterable[CheckCase]:
         """The short cases for a candidate, which are the same for all that they are drawn for alike."""
+        return self._drawn(prepared, "short")
+
+    def _drawn(self, prepared: Candidate, group: Group) -> Iterable[CheckCase]:
         draw = prepared.draw(self.seed)
-        key = id(draw.weights), draw.dtype, draw.causal, draw.at_end, *draw.inputs, *draw.masks_per_item, None, *draw.masks_alone
+        key = group, id(draw.weights), draw.dtype, draw.causal, draw.at_end, *draw.inputs, *draw.masks_per_item, None, *draw.masks_alone
         key = *key, prepared.adapter.convention.takes_one_query, prepared.adapter.convention.batched
         if key not in self.cases:
-            self.cases[key] = Repeatable(prepared.draw_cases(self.seed, {"short"}))
+            self.cases[key] = Repeatable(prepared.draw_cases(self.seed, {group}))
         return self.cases[key]
+
+    def output(self, prepared: Candidate, case: CheckCase) -> Array:
+        """The output of the candidate. CallFailed: it raised."""
+        return self._result(prepared, case).output
+
+    def _result(self, prepared: Candidate, case: CheckCase) -> CandidateResult:
+        """What the candidate returns for a case; it is called once."""
+
+        def call() -> CandidateResult:
+            with prepared.evaluating():
+                return prepared.adapter.call(case)
+
+        result: CandidateResult = self.results.result(call, prepared, case)
+        return result
 
     def reading(self, convention: Convention) -> tuple[Convention, Convention | None]:
         """Axes, the order of packed weights and causality: the first reading that agrees, or else the first of those that agree most.
@@ -136,7 +155,7 @@ class Trial:
         adapter = prepared.adapter
         optional = {name: "unused" for role, name in adapter.roles.items() if role in ("key", "value") and role not in adapter.required}
         try:
-            output(prepared, next(iter(self.short_cases(prepared))))
+            self.output(prepared, next(iter(self.short_cases(prepared))))
         except CallFailed:
             if "page_table" in adapter.roles:
                 return reading.tried(paged=True)
@@ -177,13 +196,13 @@ class Trial:
         """Causal if the last row depends on the key before, and the first rows not on the last key. CallFailed: it cannot be called."""
         prepared = self.prepare(convention)
         case = next(iter(self.short_cases(prepared)))
-        before = output(prepared, case)
+        before = self.output(prepared, case)
         if "causal" in convention.given or before.shape[:2] != case.query.shape[:2]:
             return convention
-        changed = changed_rows(before, output(prepared, perturbed(case, -1, prepared)))
+        changed = changed_rows(before, self.output(prepared, perturbed(case, -1, prepared)))
         is_causal = changed[-1] and not changed[: max(1, len(changed) - 2)].any()
         if is_causal and len(changed) > 1:  # and no row is a copy of its own input
-            is_causal = changed_rows(before, output(prepared, perturbed(case, -2, prepared)))[-1]
+            is_causal = changed_rows(before, self.output(prepared, perturbed(case, -2, prepared)))[-1]
         limited = prepared.spec.positional and any(interval.right is not None for interval in prepared.spec.intervals)
         return convention if limited else convention.tried(causal=bool(is_causal))
 
@@ -195,40 +214,44 @@ class Trial:
         case = next(iter(self.short_cases(prepared)))
         moved = {name: getattr(case, name) * (1 + UNSEEN) for name in ("query", "key", "value")}
         with suppress(CallFailed, ValueError):
-            before = output(prepared, case)
-            return bool(before.any()) and np.array_equal(before, output(prepared, replace(case, **moved)), equal_nan=True)
+            before = self.output(prepared, case)
+            return bool(before.any()) and np.array_equal(before, self.output(prepared, replace(case, **moved)), equal_nan=True)
         return False
 
     def _agreement(self, prepared: Candidate) -> int:
         """How much agrees: ALL_AGREE if all cases do that depend on no meaning of a mask; less if the first does, one less if the candidate
         takes the others; or only one row; 0 if there are none."""
-        if not (cases := self._cases(prepared)):
+        if (first := next(self._cases(prepared), None)) is None:
             return 0
-        first, *others = cases
-        if self.agrees(prepared, first):
-            agree = all(self.agrees(prepared, case) for case in others)
-            return ALL_AGREE if agree else ALL_AGREE - 1 if self._takes_all(prepared) else ALL_AGREE - 2
-        return NOTHING_AGREES + any(
-            self.agrees(prepared, case) for case in prepared.draw_partial_cases(self.seed) if case.name == "one row"
-        )
+        if not self.agrees(prepared, first):
+            return NOTHING_AGREES + any(self.agrees(prepared, case) for case in self._drawn(prepared, "one row"))
+        if self._all_agree(prepared):
+            return ALL_AGREE
+        return ALL_AGREE - 1 if self._takes_all(prepared) else ALL_AGREE - 2
 
-    def _cases(self, prepared: Candidate) -> list[CheckCase]:
+    def _all_agree(self, prepared: Candidate) -> bool:
+        cases = self._cases(prepared)
+        first = next(cases, None)
+        return first is not None and self.agrees(prepared, first) and all(self.agrees(prepared, case) for case in cases)
+
+    def _cases(self, prepared: Candidate) -> Iterator[CheckCase]:
         """The short cases that it can be called on and that depend on no meaning of a mask."""
         adapter = prepared.adapter
-        cases = [case for case in self.short_cases(prepared) if not case.chunks and case.name != "large logits"]
-        return [case for case in cases if not adapter.skip_reason(case) and adapter.mask_role(case.kind) not in OF_MASKS]
+        for case in self.short_cases(prepared):
+            if not (case.chunks or case.name == "large logits" or adapter.skip_reason(case) or adapter.mask_role(case.kind) in OF_MASKS):
+                yield case
 
     def _takes_all(self, prepared: Candidate) -> bool:
         """Whether each of these calls returns an output of the right shape."""
         width = prepared.spec.output_dim
         with suppress(CallFailed, ValueError):
-            return all(output(prepared, case).shape == (*case.query.shape[:2], width) for case in self._cases(prepared))
+            return all(self.output(prepared, case).shape == (*case.query.shape[:2], width) for case in self._cases(prepared))
         return False
 
     def agrees(self, prepared: Candidate, case: CheckCase) -> bool:
         """Whether the output is the reference's."""
-        with prepared.evaluating(), suppress(CallFailed, ValueError):
-            result = prepared.adapter.call(case)
+        with suppress(CallFailed, ValueError):
+            result = self._result(prepared, case)
             if (key := (id(case), result.dtype)) not in self.expected:
                 self.expected[key] = case, Computation(case.layer(prepared.spec), prepared.weights, case, result.dtype).run()
             _, expected = self.expected[key]
@@ -239,14 +262,14 @@ class Trial:
         """The convention with the window under which everything agrees, or without one; and the positions, in words, and the layer with
         them, if it does not agree without any."""
         plain = self.prepare(convention)
-        agrees = self._agreement(plain) == ALL_AGREE
+        agrees = self._all_agree(plain)
         if agrees and ROPE_TABLES.isdisjoint(plain.adapter.roles):
             return convention, None
         for windowed in self._with_and_without_window(convention):
             for words, spec in with_positions(self.prepare(windowed).spec):
                 trial = Trial(self.candidate, spec, self.seed)
                 with suppress(ValueError, CallFailed):
-                    if trial._agreement(trial.prepare(windowed)) == ALL_AGREE:
+                    if trial._all_agree(trial.prepare(windowed)):
                         return windowed, (words, spec)
         return convention if agrees else replace(convention, window=None), None
 
@@ -260,7 +283,7 @@ class Trial:
         case = next((case for case in self.short_cases(prepared) if case.name == "cross-attention"), None)
         with suppress(CallFailed, ValueError):
             if case is not None:
-                before, after = (output(prepared, x) for x in (case, perturbed(case, -1, prepared)))
+                before, after = (self.output(prepared, x) for x in (case, perturbed(case, -1, prepared)))
                 return convention.tried(query_offset="end") if changed_rows(before, after)[-1] else at_start
         return convention
 
@@ -282,12 +305,6 @@ def _axes(prepared: Candidate, convention: Convention) -> Iterator[Convention]:
     else:
         yield convention.tried(batch_first=not prepared.adapter.batch_first)
         yield convention.tried(batched=False)
-
-
-def output(prepared: Candidate, case: CheckCase) -> Array:
-    """The output of the candidate. CallFailed: it raised."""
-    with prepared.evaluating():
-        return prepared.adapter.call(case).output
 
 
 def perturbed(case: CheckCase, key: int, prepared: Candidate) -> CheckCase:
