@@ -12,11 +12,11 @@ from attend.attention.dataflow import constants, needed
 from attend.attention.program import program_of
 from attend.attention.reference.arithmetic import NumpyArithmetic
 from attend.attention.reference.call import ReferenceCall
-from attend.attention.reference.forward import Outputs, features_of, inputs_of, run_steps
+from attend.attention.reference.forward import features_of, inputs_of, run_steps
 from attend.check.cases import CheckCase
 from attend.check.chunks import in_chunks
 from attend.check.divergence import RunStep
-from attend.check.layer import Known, Layer
+from attend.check.layer import ComparedOutputs, Known, Layer
 from attend.check.low_precision import EVERY_STEP, NUDGE, in_low_precision
 from attend.spec import LayerSpec
 from attend.tensors import Array
@@ -61,7 +61,8 @@ class Expected:
 
     def is_vague_in(self, name: str) -> bool:
         """The same of one output."""
-        mean = float(np.mean(self.tolerances[name]))
+        tolerance = self.tolerances[name]
+        mean = tolerance if isinstance(tolerance, float) else float(tolerance.mean())
         return mean > max(VAGUE.get(self.dtype, 0.01) * self.largest[name], 1e-29)
 
     def excludes(self, results: Mapping[str, Array]) -> bool:
@@ -73,7 +74,8 @@ class Expected:
         return any((np.isfinite(x) & ~(np.abs(x - got) <= near[name])).any() for x, got, name in same_shape)
 
     def largest_tolerance(self, name: str) -> float:
-        return float(np.max(self.tolerances[name]))
+        tolerance = self.tolerances[name]
+        return tolerance if isinstance(tolerance, float) else float(tolerance.max())
 
     def widened(self, tolerances: Mapping[str, float]) -> "Expected":
         """The same with larger tolerances, of at most a thousandth of the largest number; itself if none is larger."""
@@ -195,17 +197,17 @@ class Computation:
         return ReferenceCall(**inputs, attend_mask=mask, bias=case.numbers, scale=self.other_scale)
 
     @np.errstate(all="ignore")
-    def _attend(self, nudge: float = 0.0) -> Outputs:
+    def _attend(self, nudge: float = 0.0) -> ComparedOutputs:
         """Every output. `nudge` moves numbers before they are rounded."""
         case, call = self.case, self._call
         layer = self.layer if self.rounded is None else in_low_precision(self.layer, *self.rounded, nudge)
         if case.chunks and layer is not Layer:
             with suppress(ValueError):
-                return in_chunks(layer, case)(self.spec, self.weights, self.known).attend(call)
-        return layer(self.spec, self.weights, self.known).attend(call)
+                return in_chunks(layer, case)(self.spec, self.weights, self.known).compared(call)
+        return layer(self.spec, self.weights, self.known).compared(call)
 
     @np.errstate(all="ignore")
-    def _expected(self, result: Outputs, fill: float = LARGE[0]) -> Expected:
+    def _expected(self, result: ComparedOutputs, fill: float = LARGE[0]) -> Expected:
         """`fill`: the large number in the scores, if any. Their other numbers lose no more by it than the distance of two numbers there."""
         outputs, norm, relative = self._outputs(result), self.spec.normalises_heads, self.tolerance
         scores = _largest(np.where(np.abs(result.scores) < fill / 2, result.scores, 0.0))
@@ -219,7 +221,7 @@ class Computation:
             tolerances = {name: x + 2 * np.nan_to_num(np.abs(nudged[name] - outputs[name])) for name, x in tolerances.items()}
         return Expected(outputs, largest, tolerances, self.dtype, scores)
 
-    def _outputs(self, result: Outputs) -> dict[str, Array]:
+    def _outputs(self, result: ComparedOutputs) -> dict[str, Array]:
         """The results that a candidate is compared with."""
         weights = getattr(result, self.returned)
         return {
@@ -264,6 +266,6 @@ def _largest(x: Array | float) -> float:
     """max|x| of the finite numbers, 0 if there are none."""
     if isinstance(x, float):
         return abs(x) if math.isfinite(x) else 0.0
-    if np.size(x) and math.isfinite(largest := max(float(np.max(x)), -float(np.min(x)))):
+    if x.size and math.isfinite(largest := max(float(x.max()), -float(x.min()))):
         return largest
     return float(np.abs(x, where=np.isfinite(x), out=np.zeros(np.shape(x))).max(initial=0.0))

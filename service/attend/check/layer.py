@@ -5,7 +5,8 @@ the steps, unless a subclass replaces them. Keys that share their rotary part (`
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import wraps
+from dataclasses import dataclass
+from functools import lru_cache, wraps
 from typing import Any, ClassVar, TypeVar, cast
 
 import numpy as np
@@ -23,6 +24,16 @@ from attend.tensors import Array
 
 CAUSES = ("query", "key", "value")
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedOutputs:
+    """The outputs that a candidate is compared with, and what their tolerances depend on."""
+
+    output: Array  # [b, q, output_dim]
+    attention_weights: Array  # [b, h, q, k]
+    scores: Array  # [b, h, q, k], before the softmax, -inf where a key is blocked; of n softmaxes [b, n * h, q, k]
+    fully_masked: Array  # [b, h, q], true where no key is left
 
 
 class Known:
@@ -45,11 +56,12 @@ class Known:
 
 def reused(*uses: str) -> Callable[[F], F]:
     """A method whose result for the same arguments is known, unless the layer replaces a method that it `uses`."""
+    used = frozenset(uses)
 
     def decorate(method: F) -> F:
         @wraps(method)
         def known(self: "Layer", *arguments: Any) -> Any:
-            if self.replaced.isdisjoint(uses):
+            if self.replaced.isdisjoint(used):
                 return self.known.result(lambda: method(self, *arguments), method, *self.made_of, *arguments)
             return method(self, *arguments)
 
@@ -58,8 +70,8 @@ def reused(*uses: str) -> Callable[[F], F]:
     return decorate
 
 
-ARITHMETIC = tuple(name for name in vars(NumpyArithmetic) if not name.startswith("_"))
-STEPS = (*ARITHMETIC, "compute", "norm", "norm_weight", "rotate")  # what steps use
+ARITHMETIC = frozenset(name for name in vars(NumpyArithmetic) if not name.startswith("_"))
+STEPS = ARITHMETIC | {"compute", "norm", "norm_weight", "rotate"}  # what steps use
 
 
 class Layer(NumpyArithmetic):
@@ -75,37 +87,42 @@ class Layer(NumpyArithmetic):
         self.spec, self.known = spec, known or Known()
         self.made_of: tuple[Any, ...] = (spec, weights)  # and the call
         self.values: Values = {}  # of the call that is computed
-        self.sections: Mapping[str, Sequence[Step]] = {}
+        self.steps: Mapping[str, Sequence[Step]] = {}
 
-    @np.errstate(invalid="ignore", over="ignore")  # blocked keys may be NaN or infinite; their scores are replaced by -inf
     def attend(self, call: ReferenceCall) -> Outputs:
         """Every output, with a batch axis."""
-        outputs = self._attend(call)
+        self.compared(call)
+        return named_outputs(self.spec, self.values | {"softmax()": np.stack(self.values["softmax()"])})
+
+    @np.errstate(invalid="ignore", over="ignore")  # blocked keys may be NaN or infinite; their scores are replaced by -inf
+    def compared(self, call: ReferenceCall) -> ComparedOutputs:
+        """The outputs that a candidate is compared with, of a call with a batch axis."""
+        outputs = self._compared(call)
         self.known.is_complete = True
         return outputs
 
-    def _attend(self, call: ReferenceCall) -> Outputs:
+    def _compared(self, call: ReferenceCall) -> ComparedOutputs:
         spec = self.spec
         self.made_of = (*self.made_of, call)
-        inputs, self.sections = self.known.result(lambda: _begin(spec, call), _begin, spec, call)
+        inputs, self.steps = self.known.result(lambda: _begin(spec, call), _begin, spec, call)
         values = self.values = self.weights | inputs
-        self.run(self.sections["constants"], values)
-        self.run([step for step in self.sections["heads"] if not any(name.endswith("_projection") for name in step.writes)], values)
+        self.run(self.steps["constants"], values)
+        self.run(self.steps["before heads"], values)
         heads = self.heads_at("projected", {name: self.project_heads(name, values[name]) for name in CAUSES})
         q, k = self.at_positions(heads["query"], heads["key"])
         heads = self.heads_at("attended", {"query": q, "key": k, "value": heads["value"]})
         q, k, v = heads.values()
         values |= {f"{name}_projection": x for name, x in heads.items()}
         biases = self.position_bias()
-        self.run([step for step in self.sections["positioned heads"] if "block_means" in step.writes], values)
-        self.run(self.sections["visible"], values)
-        self.run([step for step in self.sections["bias"] if step.name != "sum_biases"], values)
+        self.run(self.steps["before biases"], values)
         for name in ("forget_bias", "bias"):
             biases = biases if values.get(name) is None else biases + values[name]
         weights = self._weights(q, self.repeat_kv_heads(k, spec.num_heads), biases)
         values["head_outputs"] = self.apply_weights(weights, self.repeat_kv_heads(v, spec.num_heads))
-        self.run((*self.sections["head outputs"], *self.sections["output"]), values)
-        return named_outputs(spec, values)
+        self.run(self.steps["output"], values)
+        scores = values["scores"]
+        scores = scores if scores.ndim == 4 else np.moveaxis(scores, 0, 1).reshape(len(call.query), -1, *scores.shape[-2:])
+        return ComparedOutputs(values["output"], values["attention_weights"], scores, values["fully_masked"])
 
     def _weights(self, q: Array, k: Array, biases: Array) -> Array:
         """The attention weights [b, h, q, k], of queries and keys of every head."""
@@ -114,17 +131,16 @@ class Layer(NumpyArithmetic):
         for queries, keys in zip(self.split(q), self.split(k), strict=True):
             values["scores"] = self.masked_scores(queries, keys, biases, values["visible"])
             weights, total = self.weights_of(values["scores"], self.weights["sinks"][:, None] if self.spec.sinks else None)
-            if any(step.name == "sigmoid" for step in self.sections["softmax"]):
+            if self.steps["sigmoid"]:
                 weights = self.sigmoid(values["scores"])
             all_scores.append(values["scores"])
             normalised.append(weights)
             mixed.append(self.mixed_weights(weights, blocked))
             totals.append(total)
-        values["softmax()"] = np.stack(normalised)
+        values["softmax()"] = normalised
         lists = {"scores": all_scores, "log_sum_exp": totals, "attention_weights": mixed}
         values |= {name: np.stack(x) if len(x) > 1 else x[0] for name, x in lists.items()}  # of several softmaxes, each has its own
-        later = [step for step in self.sections["softmax"] if step.name == "fill"]
-        self.run((*later, *(step for step in self.sections["weights"] if step.name != "mix_weights")), values)
+        self.run(self.steps["after weights"], values)
         return np.asarray(values["attention_weights"])
 
     def run(self, steps: Sequence[Step], values: Values) -> None:
@@ -159,7 +175,7 @@ class Layer(NumpyArithmetic):
     def project_heads(self, name: str, x: Array) -> Array:
         """A query, key or value as heads, before RoPE: projected and normalised if the layer does that."""
         values = self.values | {name: x}
-        self.run(needed(self.sections["heads"], {f"{name}_projection"}), values)
+        self.run(self.steps[name], values)
         return np.asarray(values[f"{name}_projection"])
 
     def heads_at(self, stage: str, heads: Mapping[str, Array]) -> Mapping[str, Array]:
@@ -178,12 +194,12 @@ class Layer(NumpyArithmetic):
     def at_positions(self, q: Array, k: Array) -> tuple[Array, Array]:
         """Queries and keys after RoPE, a norm that comes after it, and the scale of queries by position."""
         values = self.values | {"query_projection": q, "key_projection": k}
-        self.run([step for step in self.sections["positioned heads"] if step.name != "distance_vectors"], values)
+        self.run(self.steps["positioned heads"], values)
         return values["query_projection"], values["key_projection"]
 
     def rotate(self, x: Array, name: str, positions: Array) -> Array:
         """Queries or keys at their positions."""
-        for step in self.sections["positioned heads"]:
+        for step in self.steps["positioned heads"]:
             if step.name == f"rotate_{name}":
                 x = self._computed(step, x, positions, self.values["frequencies"])
         return x
@@ -197,31 +213,30 @@ class Layer(NumpyArithmetic):
     @reused(*STEPS)
     def position_bias(self) -> Array:
         """The sum of the biases of the layer, to be broadcast to [b, h, q, k]."""
-        self.run(self.sections["biases"], self.values)
-        written = [self.values[name] for step in self.sections["biases"] for name in step.writes]
+        self.run(self.steps["biases"], self.values)
+        written = [self.values[name] for step in self.steps["biases"] for name in step.writes]
         return np.asarray(sum(written, np.zeros((1, self.spec.num_heads, 1, 1))))
 
     @reused(*STEPS)
     def raw_scores(self, q: Array, k: Array) -> Array:
         """Q Kᵀ and the terms of the distance, before the scale."""
         scores = q @ k.swapaxes(-1, -2)
-        vectors = [step for step in self.sections["positioned heads"] if step.name == "distance_vectors"]
         values = self.values | {"query_projection": q, "key_projection": k, "scores": scores, "scale": 1.0}
-        self.run((*vectors, *(step for step in self.sections["raw scores"] if step.name == "add_terms")), values)
+        self.run(self.steps["terms"], values)
         return np.asarray(values["scores"])
 
     @reused(*STEPS, "raw_scores")
     def mixed_scores(self, q: Array, k: Array) -> Array:
         """Scores after the scale, before biases."""
         values = self.values | {"scores": self.values["scale"] * self.raw_scores(q, k)}
-        self.run((*self.sections["capped"], *self.sections["mixed"]), values)
+        self.run(self.steps["mixed scores"], values)
         return np.asarray(values["scores"])
 
     @reused(*STEPS, "raw_scores", "mixed_scores")
     def masked_scores(self, q: Array, k: Array, biases: Array, visible: Array) -> Array:
         """Scores as the softmax gets them, with biases, and -inf where a key is not visible."""
         values = self.values | {"scores": self.mixed_scores(q, k), "score_bias": biases, "visible": visible}
-        self.run(self.sections["scores"], values)
+        self.run(self.steps["scores"], values)
         return np.asarray(values["scores"])
 
     @reused(*ARITHMETIC)
@@ -235,7 +250,7 @@ class Layer(NumpyArithmetic):
     def mixed_weights(self, weights: Array, blocked: Array) -> Array:
         """Weights before fully masked rows are filled."""
         values = self.values | {"attention_weights": weights, "visible": ~blocked}
-        self.run([step for step in self.sections["weights"] if step.name == "mix_weights"], values)
+        self.run(self.steps["mix_weights"], values)
         return np.asarray(values["attention_weights"])
 
     @reused(*ARITHMETIC)
@@ -245,5 +260,36 @@ class Layer(NumpyArithmetic):
 
 
 def _begin(spec: LayerSpec, call: ReferenceCall) -> tuple[Values, Mapping[str, Sequence[Step]]]:
-    """What the program gets of a call, and its sections."""
-    return inputs_of(spec, call), sections_of(spec, features_of(spec, call) | {"joined_keys", "values"})
+    """What the program gets of a call, and its steps as methods run them."""
+    return inputs_of(spec, call), _steps_of(spec, frozenset(features_of(spec, call)))
+
+
+@lru_cache(1024)
+def _steps_of(spec: LayerSpec, features: frozenset[str]) -> Mapping[str, Sequence[Step]]:
+    """The steps of the program by what they are run for."""
+    sections = sections_of(spec, features | {"joined_keys", "values"})
+
+    def steps(section: str, *names: str) -> list[Step]:
+        return [step for step in sections[section] if step.name in names]
+
+    def without(section: str, *names: str) -> list[Step]:
+        return [step for step in sections[section] if step.name not in names]
+
+    return {
+        **{cause: needed(sections["heads"], {f"{cause}_projection"}) for cause in CAUSES},
+        "constants": sections["constants"],
+        "before heads": [step for step in sections["heads"] if not any(name.endswith("_projection") for name in step.writes)],
+        "positioned heads": without("positioned heads", "distance_vectors"),
+        "biases": sections["biases"],
+        "before biases": [
+            *(step for step in sections["positioned heads"] if "block_means" in step.writes),
+            *(*sections["visible"], *without("bias", "sum_biases")),
+        ],
+        "terms": [*steps("positioned heads", "distance_vectors"), *steps("raw scores", "add_terms")],
+        "mixed scores": [*sections["capped"], *sections["mixed"]],
+        "scores": sections["scores"],
+        "sigmoid": steps("softmax", "sigmoid"),
+        "mix_weights": steps("weights", "mix_weights"),
+        "after weights": [*steps("softmax", "fill"), *without("weights", "mix_weights")],
+        "output": [*sections["head outputs"], *sections["output"]],
+    }

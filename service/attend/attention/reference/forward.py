@@ -11,13 +11,14 @@ Vaswani et al. 2017, "Attention Is All You Need", section 3.2:
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from attend.attention.dataflow import needed
 from attend.attention.operators.step import Step, as_output
-from attend.attention.program import outputs_of, program_of
+from attend.attention.program import Program, outputs_of, program_of
 from attend.attention.reference.arithmetic import NumpyArithmetic
 from attend.attention.reference.call import ReferenceCall
 from attend.axes import FEATURES, PROGRAM_TENSORS
@@ -64,10 +65,15 @@ def attend(spec: LayerSpec, weights: Mapping[str, Array], **arguments: Any) -> O
 def scores(spec: LayerSpec, weights: Mapping[str, Array], **arguments: Any) -> Array:
     """The scores of a call with a batch axis, or [n, b, h, q, k] before n softmaxes. Arguments and errors as `attend`."""
     call = ReferenceCall.from_fields(**arguments)
-    m, program = NumpyArithmetic(weights), program_of(spec, features_of(spec, call))
+    m, steps = NumpyArithmetic(weights), _steps_to_scores(spec, frozenset(features_of(spec, call)))
     values = m.weights | inputs_of(spec, call)
-    run_steps(m, needed(program, {"scores"}), values)
+    run_steps(m, steps, values)
     return np.asarray(values["scores"])
+
+
+@lru_cache(1024)
+def _steps_to_scores(spec: LayerSpec, features: frozenset[str]) -> Program:
+    return needed(program_of(spec, features), {"scores"})
 
 
 def run(spec: LayerSpec, weights: Mapping[str, Array], call: ReferenceCall) -> Values:
