@@ -11,9 +11,6 @@ from attend.check.arrays import dtype_of, is_module
 from attend.check.convention import Convention, Polarity, find_roles, other_parameters
 from attend.check.signatures import FUNCTIONS, known_arguments
 
-SDPA = ("is_causal", "dropout_p", "scale", "enable_gqa")  # parameters that show that `attn_mask` may be as in torch's function
-SDPA_OTHERS = ("dropout_p", "enable_gqa")  # parameters of torch's function that no case passes
-
 
 def make_adapter(candidate: Any, convention: Convention, framework: str, heads: int | None) -> Adapter:
     """The adapter of an instance or function. ValueError: its parameters or masks are ambiguous."""
@@ -26,7 +23,6 @@ def make_adapter(candidate: Any, convention: Convention, framework: str, heads: 
     convention = replace(convention, mask_means=convention.mask_means or polarity, padding_means=convention.padding_means or polarity)
     function, signature = _function_and_signature(candidate, convention)
     roles = find_roles(signature, known_arguments(convention, signature))
-    others = SDPA_OTHERS if polarity == "attend" else other_parameters(signature, roles)
     first = next(iter(candidate.parameters()), None) if is_module(candidate) else None
     dtype = convention.dtype or ("float64" if framework == "numpy" else "float32")
     return Adapter(
@@ -40,8 +36,8 @@ def make_adapter(candidate: Any, convention: Convention, framework: str, heads: 
         batch_first=(getattr(candidate, "batch_first", True) if convention.batch_first is None else convention.batch_first) is not False,
         heads=heads or 1,
         is_torch=polarity is not None,
-        may_add_numbers=roles.get("mask") == "attn_mask" and not signature.parameters.keys().isdisjoint(SDPA),
-        others=others,
+        may_add_numbers=roles.get("mask") == "attn_mask" and not signature.parameters.keys().isdisjoint(FUNCTIONS["sdpa"].settings),
+        others=other_parameters(signature, roles),
     )
 
 
@@ -60,7 +56,7 @@ def _function_and_signature(candidate: Any, convention: Convention) -> tuple[Cal
         return function, inspect.signature(described)
     except ValueError:
         arguments, inputs = known_arguments(convention, None), ("query", "key", "value")
-        required = FUNCTIONS[convention.like].required if convention.like else ()
+        required, others = (FUNCTIONS[convention.like].required, FUNCTIONS[convention.like].others) if convention.like else ((), ())
         parameters = [
             inspect.Parameter(
                 name,
@@ -69,4 +65,5 @@ def _function_and_signature(candidate: Any, convention: Convention) -> tuple[Cal
             )
             for name, role in arguments.items()
         ]
+        parameters += [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False) for name in others if name not in arguments]
         return function, inspect.Signature(sorted(parameters, key=lambda parameter: parameter.kind))

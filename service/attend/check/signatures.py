@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from attend.check.convention import PAGE_TABLES, Alignment, Convention, Like, by_name
+from attend.check.convention import INPUTS, PAGE_TABLES, Alignment, Convention, Like, by_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +25,12 @@ class KnownFunction:
     alignment: Alignment | None = None  # of causal calls with more or fewer keys than queries
     adds_numbers: bool = False  # whether its mask may also be numbers, which are added
     required: tuple[str, ...] = ()  # parameters without a default besides the inputs, if it shows none
+    others: tuple[str, ...] = ()  # those that no case passes, likewise
+
+    @property
+    def settings(self) -> set[str]:
+        """The parameters besides inputs and masks."""
+        return {*self.others, *(name for name, role in self.arguments.items() if role not in INPUTS)}
 
 
 HEADS_SECOND, HEADS_THIRD = {"layout": "b,h,n,d"}, {"layout": "b,n,h,d"}
@@ -56,6 +62,7 @@ FUNCTIONS: dict[Like, KnownFunction] = {
         {"query": "query", "key": "key", "value": "value", "attn_mask": "mask", "is_causal": "causal", "scale": "scale"},
         "top-left",
         adds_numbers=True,
+        others=("dropout_p", "enable_gqa"),
     ),
     "flex_attention": KnownFunction("flex_attention", r"torch\..*\.flex_attention", HEADS_SECOND, {"block_mask": "unused"}),
     "jax": KnownFunction(
