@@ -45,7 +45,7 @@ WRONG = {
 def test_mistakes_of_candidates_are_named(name):
     replaced, case, hint = WRONG[name]
     options = {} if "forward" in replaced else {"mask_means": "attend"}
-    comparison = compare(type("Wrong", (Wrong,), replaced), causal=False, longest=7, **options)
+    comparison = compare(type("Wrong", (Wrong,), replaced), spec=LayerSpec(d_model=12, num_heads=3), causal=False, longest=7, **options)
     assert not comparison.agrees
     assert comparison.first.case == case, f"\n{comparison}"
     assert (hint or "no known mistake gives these numbers") in comparison.first.hint, f"\n{comparison}"
