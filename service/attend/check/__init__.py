@@ -23,6 +23,7 @@ In the order in which to read it:
     constructor.py           constructs a class
     weights.py               reads its weights
     adapter.py               calls a candidate
+    arguments.py             makes the arguments of these calls
     called.py                the function that it is called by, and what its parameters mean
     rope_tables.py           cosines and sines that it takes
     pages.py                 pages of keys and values that it takes

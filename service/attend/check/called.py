@@ -29,6 +29,7 @@ def make_adapter(candidate: Any, convention: Convention, framework: str, heads: 
         function=function,
         signature=signature,
         roles=roles,
+        required=frozenset(role for role, name in roles.items() if signature.parameters[name].default is inspect.Parameter.empty),
         convention=convention,
         framework=framework,
         dtype=dtype if first is None else dtype_of(first),

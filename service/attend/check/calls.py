@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from time import thread_time
 from typing import NamedTuple
 
@@ -205,7 +206,7 @@ def _pairs(case: CheckCase) -> int:
     return int(case.query.shape[0] * case.query.shape[1] * case.key.shape[1])
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ComparedOutput:
     """One output of one case, expected and got."""
 
@@ -216,7 +217,7 @@ class ComparedOutput:
     vague: bool
     spread: Spread | None = None  # of a candidate in half precision
 
-    @property
+    @cached_property
     def measures(self) -> tuple[Measure, ...]:
         """Its errors and their bounds: the largest error, and in half precision others."""
         if self.spread is None or not np.isfinite(self.error):
@@ -231,7 +232,7 @@ class ComparedOutput:
     def has_shape(self) -> bool:
         return self.got.shape == self.expected.shape
 
-    @property
+    @cached_property
     def error(self) -> float:
         """max|got - expected|; infinite for another shape and for NaN."""
         if not self.has_shape:

@@ -296,8 +296,9 @@ def _axes_of(reading: Convention) -> int:
 def _axes(prepared: Candidate, convention: Convention) -> Iterator[Convention]:
     """The convention with the usual orders of the inputs' axes; and what a mask may mean that has to be passed."""
     yield convention
-    for role in prepared.adapter.required.intersection(OF_MASKS):
-        yield from mask_conventions(role, convention)
+    for role in OF_MASKS:
+        if role in prepared.adapter.required:
+            yield from mask_conventions(role, convention)
     if prepared.adapter.heads_given:
         for layout, batched in product(get_args(Layout), (True, False)):
             if (layout, batched) != ("b,h,n,d", True):
