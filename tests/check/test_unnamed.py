@@ -171,7 +171,7 @@ FUNCTIONS = {  # a bug -> what is said, and options
     drops_the_diagonal: ("each query's own key is left out", {}),
     adds_the_distance: ("-0.03 is added to the scores for each key of distance", {}),
     is_causal_by_blocks: ("the later keys of each query's own block of 16 are seen and should not be", {}),
-    shifts_heads: ("each head has the weights of the one before", {}),
+    shifts_heads: ("the weights of the heads are in another order: each has that of the one before", {}),
     repeats_query_0: ("query 1 has the weights of query 0", {}),
     half_of_each_head: ("only the first 2 numbers of each query and key count in the scores", {}),
     scaled_more_in_each_block: ("the scores are multiplied by 1.25 once more in each block of 32 keys", {}),

@@ -1,5 +1,6 @@
 """The weights that a candidate applies beside the right ones: what follows from both, and factors that are fitted to it."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,6 +13,7 @@ from attend.tensors import Array
 
 SMALLEST = 100  # times the largest error of a weight is the right weight of a key of which it is said that it gets none
 NEAR = 2e-5  # errors of scores that rounding explains in float32
+NAMES = {math.log2(math.e): " = log2(e)", math.log(2): " = log(2)"}  # of numbers
 
 
 @dataclass(frozen=True)
@@ -65,9 +67,9 @@ class ComparedWeights:
         if not self.applied.has_numbers or not known.any():
             return None
         scores = centred(self.scores, known)
-        if (factors := by_head(scores, wanted, self)) is not None:
+        if (factors := by_head(self.scores, self.logarithms, self)) is not None:
             said = f"the scores are multiplied by {in_digits(factors)}"
-            return said, np.reshape(factors, (-1, 1, 1)) * np.where(self.weighty, self.scores, 0.0)
+            return said, factors[:, None, None] * np.where(self.weighty, self.scores, 0.0)
         if not np.allclose(centred(right.with_scale(2 * right.scale).scores(), known), 2 * scores):  # a bias or a softcap follows
             factor = least_squares(lambda scale: centred(right.with_scale(scale).scores(), known) - wanted, right.scale)
             made = right.with_scale(factor).scores()
@@ -143,23 +145,38 @@ def centred(x: Array, known: Array) -> Array:
     return np.where(known, x - mean, 0.0)
 
 
-def fitted(x: Array, y: Array, near: Array) -> float | None:
-    """The number c with y = c x everywhere; None if there is none."""
-    square = float(np.sum(x * x))
-    factor = float(np.sum(x * y)) / square if square > 0 else np.nan
-    return factor if np.isfinite(factor) and (np.abs(y - factor * x) <= near).all() else None
+def by_head(x: Array, y: Array, seen: ComparedWeights) -> Array | None:
+    """The number c of each head with y = c · x on all pairs that are shared, but for a number of each row; None if there are none."""
+    x, y = centred(x, seen.shared), centred(y, seen.shared)
+    squares = np.sum(x * x, axis=(0, 2, 3))
+    if not squares.all():
+        return None
+    factors = np.sum(x * y, axis=(0, 2, 3)) / squares
+    return factors if (np.abs(y - factors[:, None, None] * x) <= 3 * seen.near).all() else None
 
 
-def by_head(x: Array, y: Array, seen: ComparedWeights) -> list[float] | None:
-    """The factor of each head with y = c x; None if one has none."""
-    found = [fitted(x[:, h], y[:, h], 3 * seen.near[:, h]) for h in range(x.shape[1])]
-    known = [x for x in found if x is not None]
-    return known if len(known) == len(found) else None
+def by_key(x: Array, y: Array, seen: ComparedWeights) -> Array | None:
+    """The same with a number of each key, NaN where nothing is shared."""
+    x, y = np.where(seen.shared, x, 0.0), centred(y, seen.shared)
+    rows, counts = x.reshape(-1, x.shape[3]), np.maximum(seen.shared.sum(axis=-1).reshape(-1, 1), 1)
+    gram = np.diag(np.sum(rows**2, axis=0)) - rows.T @ (rows / counts)  # of the rows of x for each key, less their means
+    factors = np.linalg.lstsq(gram, np.sum(rows * y.reshape(rows.shape), axis=0), rcond=None)[0]
+    is_right = (np.abs(y - centred(factors * x, seen.shared)) <= 3 * seen.near).all()
+    return np.where(gram.diagonal() > 0, factors, np.nan) if is_right else None
 
 
-def in_digits(factors: Sequence[float]) -> str:
-    """One number if all are equal, or those of the heads."""
-    rounded = [f"{round(x, 6):.4g}" for x in factors]
+def by_place(x: Array, y: Array, seen: ComparedWeights) -> Array | None:
+    """The same with a number of each place of x [d, b, h, q, k], whose terms are added."""
+    terms, wanted = centred(x, seen.shared)[:, seen.shared].T, centred(y, seen.shared)[seen.shared]
+    if len(terms) < 2 * len(x):
+        return None
+    factors = np.linalg.lstsq(terms, wanted, rcond=None)[0]
+    return factors if (np.abs(terms @ factors - wanted) <= 3 * seen.near[seen.shared]).all() else None
+
+
+def in_digits(factors: Sequence[float] | Array) -> str:
+    """One number if all are equal, with its name if it has one, or those of the heads."""
+    rounded = [f"{round(float(x), 6):.4g}" for x in factors]
     if len({*rounded}) == 1:
-        return rounded[0]
+        return rounded[0] + next((words for number, words in NAMES.items() if abs(factors[0] - number) < 1e-3), "")
     return f"{', '.join(rounded[:4])}{', …' if len(rounded) > 4 else ''} in the heads"

@@ -1,14 +1,19 @@
-"""What is wrong with the scores whose exponentials the applied weights are, up to a factor of each row. Each is checked on all pairs."""
+"""What is wrong with the scores whose exponentials the applied weights are, up to a factor of each row.
+
+The errors of the scores are what they have too much, which most sentences say as numbers times something that is known of a pair: its
+score, its distance, or the terms of its score. The numbers are those of heads, of keys, or of places in the queries and keys, which least
+squares find and all pairs confirm.
+"""
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import numpy as np
 
-from attend.check.compared_weights import ComparedWeights, by_head, centred, fitted, in_digits, spread
+from attend.check.compared_weights import ComparedWeights, by_head, by_key, by_place, centred, in_digits, spread
 from attend.check.pairs import MOST_LISTED, TILES, and_others, descriptions, first_of, key_in_words, listed, verb_after
 
 FEWEST = 4  # numbers that show that a key has the scores of another one
-LOG2E = 1.4426950408889634
 
 
 def facts_of_gained_scores(seen: ComparedWeights) -> Iterator[str]:
@@ -29,11 +34,10 @@ def facts_of_scores(seen: ComparedWeights) -> Iterator[str]:
     """What is wrong with the scores on the pairs that have weight in both."""
     if not seen.wrong.any():
         return
-    numbers = seen.got[seen.shared]
-    if not (spread(np.where(seen.shared, seen.got, np.nan)) > 1e-6).any() and numbers.size:
+    if seen.shared.any() and not (spread(np.where(seen.shared, seen.got, np.nan)) > 1e-6).any():
         yield "all keys that get weight have the same in each row"
         return
-    for statements in (_factors, _biases, _of_keys, _cut_scores, _merged, _of_numbers, _clipped, _other_keys, _where):
+    for statements in (_factors, _distances, _weights_of_keys, _scores_of_keys, _merged, _places, _clipped, _other_keys, _where):
         found = [*statements(seen)]
         yield from found
         if found:
@@ -46,111 +50,74 @@ def _factors(seen: ComparedWeights) -> Iterator[str]:
         yield seen.scaled[0]
 
 
-def _biases(seen: ComparedWeights) -> Iterator[str]:
+def _distances(seen: ComparedWeights) -> Iterator[str]:
     """A bias that is linear in the place of the key."""
-    keys = np.broadcast_to(np.arange(seen.got.shape[3], dtype=float), seen.got.shape)
-    slopes = by_head(centred(keys, seen.shared), centred(seen.errors, seen.shared), seen)
-    if slopes is not None:
+    if (slopes := by_head(np.arange(seen.got.shape[3]) + np.zeros(seen.got.shape), seen.errors, seen)) is not None:
         yield f"{in_digits(slopes)} is added to the scores for each key of distance"
 
 
-def _of_keys(seen: ComparedWeights) -> Iterator[str]:
-    """Scores that are wrong by the same number for all queries."""
-    n, known, errors = seen.got.shape[3], seen.shared, np.nan_to_num(seen.errors)
-    wrong = np.flatnonzero(seen.wrong.any(axis=(0, 1, 2)))
-    if len(wrong) > n // 2:
+def _weights_of_keys(seen: ComparedWeights) -> Iterator[str]:
+    """Scores that are wrong by the same number for some keys and all queries."""
+    wrong = np.asarray(seen.wrong.any(axis=(0, 1, 2)))
+    if wrong.sum() > wrong.size // 2 or (added := by_key(np.ones(seen.got.shape), seen.errors, seen)) is None:
         return
-    numbers = {j: errors[..., j][known[..., j]] for j in wrong}
-    if all(float(x.max() - x.min()) <= 5e-5 for x in numbers.values()):
-        factors = {f"{round(float(np.exp(np.median(x))), 6):.4g}" for x in numbers.values()}
-        if len(factors) == 1:
-            for words in descriptions(np.broadcast_to(np.isin(np.arange(n), wrong), known.shape), known, seen.applied.right.case):
-                yield f"{words} ha{'s' if verb_after(words) == 'is' else 've'} {factors.copy().pop()} times the weight beside the others"
+    factors = np.exp(added - np.nanmedian(added[~wrong]))[wrong]
+    if len({f"{round(x, 6):.4g}" for x in factors}) == 1:
+        for words in descriptions(np.broadcast_to(wrong, seen.got.shape), seen.shared, seen.applied.right.case):
+            yield f"{words} ha{'s' if verb_after(words) == 'is' else 've'} {in_digits(factors)} times the weight beside the others"
 
 
-def _groups(seen: ComparedWeights) -> list[tuple[int, int]]:
-    """The keys from one to another whose scores are wrong by the same number in each row."""
-    errors, n = seen.errors, seen.got.shape[3]
-    step = np.abs(np.diff(errors, axis=-1)) > seen.near[..., 1:] + seen.near[..., :-1]
-    begins = [0, *(np.flatnonzero(step.any(axis=(0, 1, 2))) + 1).tolist(), n]
-    return [(begins[i], begins[i + 1]) for i in range(len(begins) - 1)]
+def _scores_of_keys(seen: ComparedWeights) -> Iterator[str]:
+    """Factors on the scores that differ from some keys to others."""
+    n = seen.got.shape[3]
+    if (factors := by_key(seen.scores, seen.logarithms, seen)) is None or np.isnan(factors).any():
+        return
+    begins = [0, *(np.flatnonzero(np.abs(np.diff(factors)) > 1e-3) + 1).tolist(), n]
+    if len(begins) == 3 and abs(factors[0] - 1) < 1e-3:
+        yield f"the scores of the keys from {begins[1]} on are multiplied by {in_digits(factors[-1:])}"
+    for tile in TILES:
+        if n > tile and np.allclose(factors, factors[tile] ** (np.arange(n) // tile), rtol=1e-3):
+            yield f"the scores are multiplied by {in_digits(factors[[tile]])} once more in each block of {tile} keys"
+    if len(begins) <= n // 2:
+        parts = pairwise(begins)
+        shown = [f"{in_digits(factors[[i]])} for {listed([*range(i, end)], 'key')}" for i, end in parts]
+        yield f"the scores are multiplied by {', '.join(shown[:MOST_LISTED])}{', …' if len(shown) > MOST_LISTED else ''}"
 
 
 def _merged(seen: ComparedWeights) -> Iterator[str]:
     """Groups of keys within which the weights are right, and not between them, as after a wrong merge of partial results."""
-    groups, n = _groups(seen), seen.got.shape[3]
-    if not seen.shared.all() or not 1 < len(groups) <= n - 2 or sum(end - first > 1 for first, end in groups) < 2:
+    step = np.abs(np.diff(seen.errors, axis=-1)) > seen.near[..., 1:] + seen.near[..., :-1]
+    begins = [0, *(np.flatnonzero(step.any(axis=(0, 1, 2))) + 1).tolist(), seen.got.shape[3]]
+    groups = [slice(i, end) for i, end in pairwise(begins)]
+    if not seen.shared.all() or not 1 < len(groups) <= begins[-1] - 2 or sum(x.stop - x.start > 1 for x in groups) < 2:
         return
-    ranges = [listed([*range(*group)], "key") for group in groups]
-    shown = ", ".join(f"within {x}" for x in ranges[:3]) + (", and so on" if len(ranges) > 3 else "")
-    begins = f"the weights are right {shown}, and not between these"
-    scores = [seen.scores[..., slice(*group)] for group in groups]
-    largest = np.stack([x.max(axis=-1) for x in scores], axis=-1)
-    sums = np.stack([np.log(np.exp(x - x.max(axis=-1, keepdims=True)).sum(axis=-1)) for x in scores], axis=-1) + largest
-    errors = np.stack([seen.errors[..., group[0]] for group in groups], axis=-1)
-    everywhere, near = np.ones_like(errors, bool), np.full(errors.shape, 1e-3)
-    for words, x in (("the log-sum-exp of each", sums), ("the maximum of each", largest)):
-        if (factor := fitted(centred(x, everywhere), centred(errors, everywhere), near)) is not None:
-            merged = f"are merged as if {words} was multiplied by {_known_number(1 + factor)}"
-            yield f"{begins}: partial results {merged}"
+    ranges = [f"within {listed([*range(x.start, x.stop)], 'key')}" for x in groups]
+    shown = ", ".join(ranges[:MOST_LISTED]) + (", and so on" if len(ranges) > MOST_LISTED else "")
+    right = f"the weights are right {shown}, and not between these: partial results"
+    largest, sums = np.empty(seen.scores.shape), np.empty(seen.scores.shape)
+    for x in groups:
+        scores = seen.scores[..., x]
+        largest[..., x] = scores.max(axis=-1, keepdims=True)
+        sums[..., x] = largest[..., x] + np.log(np.exp(scores - largest[..., x]).sum(axis=-1, keepdims=True))
+    for words, of_groups in (("log-sum-exp", sums), ("maximum", largest)):
+        if (factors := by_head(of_groups, seen.errors, seen)) is not None:
+            merged = f"are merged as if the {words} of each was multiplied by {in_digits(1 + factors)}"
+            yield f"{right} {merged}"
             yield f"partial results of groups of keys {merged}"
-    yield f"{begins}: partial results are merged with wrong factors"
+    yield f"{right} are merged with wrong factors"
     yield "the weights are right within groups of keys, and not between them: partial results are merged with wrong factors"
 
 
-def _cut_scores(seen: ComparedWeights) -> Iterator[str]:
-    """Factors on the scores that differ from some keys to others."""
-    n, scores, logarithms = seen.got.shape[3], seen.scores, seen.logarithms
-    known = seen.shared[..., :1] & seen.shared
-    if n < 3 or not known[..., 0].any() or not known[..., 1].any():
-        return
-    near = 3 * (seen.near + seen.near[..., :1]) + 1e-4
-    scores, logarithms = (np.where(known, x, 0.0) for x in (scores, logarithms))
-    one, two = (np.where(known[..., 1], x[..., 1] - x[..., 0], 0.0) for x in (scores, logarithms))
-    first = fitted(one, two, near[..., 1])
-    if first is None:
-        return
-    wanted = np.where(known, logarithms - logarithms[..., :1] + first * scores[..., :1], 0.0)
-    found = [fitted(scores[..., j], wanted[..., j], near[..., j]) for j in range(n)]
-    factors = [x for x in found if x is not None]
-    if len(factors) < n:
-        return
-    begins = [0, *(j for j in range(1, n) if abs(factors[j] - factors[j - 1]) > 1e-3), n]
-    if len(begins) == 3 and abs(factors[0] - 1) < 1e-3:
-        yield f"the scores of the keys from {begins[1]} on are multiplied by {_known_number(factors[-1])}"
-    for tile in TILES:
-        if n > tile and np.allclose(factors, factors[tile] ** (np.arange(n) // tile), rtol=1e-3):
-            yield f"the scores are multiplied by {_known_number(factors[tile])} once more in each block of {tile} keys"
-    if len(begins) <= n // 2:
-        parts = [(begins[i], begins[i + 1]) for i in range(len(begins) - 1)]
-        shown = [f"{_known_number(factors[i])} for {listed([*range(i, end)], 'key')}" for i, end in parts]
-        yield f"the scores are multiplied by {', '.join(shown[:3])}{', …' if len(shown) > 3 else ''}"
-
-
-def _known_number(x: float) -> str:
-    """A number, with its name if it has one."""
-    name = {LOG2E: " = log2(e)", 1 / LOG2E: " = log(2)"}
-    return f"{x:.4g}" + next((words for number, words in name.items() if abs(x - number) < 1e-3), "")
-
-
-def _of_numbers(seen: ComparedWeights) -> Iterator[str]:
-    """Numbers of queries and keys whose products do not count."""
+def _places(seen: ComparedWeights) -> Iterator[str]:
+    """Places in queries and keys whose products do not count."""
     if (pair := seen.products) is None or (d := pair[0].shape[-1]) * seen.got.size > 2e6:
         return
-    q, k, scale = *pair, seen.applied.right.scale
-    parts = scale * q[..., :, None, :] * k[..., None, :, :]  # [b, h, q, k, d]
-    if parts.shape[:4] != seen.got.shape:
+    q, k = (np.moveaxis(x, -1, 0) for x in pair)
+    terms = seen.applied.right.scale * q[..., None] * k[..., None, :]  # [d, b, h, q, k]
+    if terms.shape[1:] != seen.got.shape or (factors := by_place(terms, seen.logarithms - seen.scores + terms.sum(axis=0), seen)) is None:
         return
-    others = np.where(np.isfinite(seen.scores), seen.scores - parts.sum(axis=-1), 0.0)
-    wanted = centred(seen.logarithms - others, seen.shared)[seen.shared]
-    x = np.stack([centred(parts[..., i], seen.shared)[seen.shared] for i in range(d)], axis=-1)
-    if len(x) < 2 * d:
-        return
-    factors, *_ = np.linalg.lstsq(x, wanted, rcond=None)
-    if (np.abs(x @ factors - wanted) > 3 * seen.near[seen.shared]).any():
-        return
-    lost, right = np.abs(factors) < 0.01, np.abs(factors - 1) < 0.01
-    if lost.any() and (lost | right).all():
+    lost = np.abs(factors) < 0.01
+    if lost.any() and (lost | (np.abs(factors - 1) < 0.01)).all():
         first = int(np.flatnonzero(lost)[0])
         if lost[first:].all():
             yield f"only the first {first} numbers of each query and key count in the scores"
@@ -159,51 +126,44 @@ def _of_numbers(seen: ComparedWeights) -> Iterator[str]:
 
 def _clipped(seen: ComparedWeights) -> Iterator[str]:
     """Scores that count as a bound that they exceed, or fall below."""
-    known, scores, logarithms = seen.shared, seen.scores, seen.logarithms
-    ends = [(x.max(axis=-1, initial=-np.inf, where=known), x.min(axis=-1, initial=np.inf, where=known)) for x in (scores, logarithms)]
-    rows = known.sum(axis=-1) > 1
-    (top, low), (largest, smallest) = ((x[rows], y[rows]) for x, y in ends)
-    spread = largest - smallest
+    known, rows = seen.shared, seen.shared.sum(axis=-1) > 1
     if not rows.any():
         return
-    upper, lower = float((low + spread).max()), float((top - spread).min())
-    counted = scores + seen.errors
-    both = float(np.median(np.abs(counted[seen.wrong]))) if seen.wrong.any() else 0.0
+    ends = [
+        (x.max(axis=-1, initial=-np.inf, where=known)[rows], x.min(axis=-1, initial=np.inf, where=known)[rows])
+        for x in (seen.scores, seen.logarithms)
+    ]
+    (top, low), (largest, smallest) = ends
+    upper, lower = float((low + largest - smallest).max()), float((top - largest + smallest).min())
+    both = float(np.median(np.abs((seen.scores + seen.errors)[seen.wrong])))
     for words, first, last in (
         (f"scores above {upper:.4g} count as {upper:.4g}", -np.inf, upper),
         (f"scores below {lower:.4g} count as {lower:.4g}", lower, np.inf),
         (f"the scores are clipped to ±{both:.4g}", -both, both),
     ):
-        error = centred(logarithms, known) - centred(np.clip(scores, first, last), known)
-        if (np.abs(error) <= 3 * seen.near).all():
+        if (np.abs(centred(seen.logarithms, known) - centred(np.clip(seen.scores, first, last), known)) <= 3 * seen.near).all():
             yield words
 
 
 def _other_keys(seen: ComparedWeights) -> Iterator[str]:
     """Keys whose scores are those of other keys, maybe of other items."""
-    wrong = np.flatnonzero(seen.wrong.any(axis=(0, 1, 2)))
-    if (pair := seen.products) is None or not 0 < len(wrong) <= seen.got.shape[3] // 2:
+    wrong, n = np.flatnonzero(seen.wrong.any(axis=(0, 1, 2))), seen.got.shape[3]
+    if (pair := seen.products) is None or not 0 < len(wrong) <= n // 2:
         return
     q, k = pair
-    b, n = len(k), seen.got.shape[3]
-    if b * q.shape[2] * k.size * b > 1e7 or k.shape[2] != n:
+    if len(k) ** 2 * q.shape[2] * k.size > 1e7 or k.shape[2] != n:
         return
-    products = seen.applied.right.scale * np.einsum("bhid,chjd->bhicj", q, k)
-    own = np.stack([products[i, :, :, i] for i in range(b)])
-    implied = np.where(seen.shared, own + seen.errors, np.nan)
-    told = []
-    for item in range(b):
-        for j in wrong:
-            if not seen.wrong[item, ..., j].any():
-                continue
-            column = implied[item, ..., j][..., None, None]
-            far = np.where(np.isnan(column), 0.0, np.abs(products[item] - column)).max(axis=(0, 1))
-            if np.isfinite(column).sum() < FEWEST or not len(found := np.argwhere(far <= 1e-4)):
-                return
-            told.append((item, int(j), int(found[0][0]), int(found[0][1])))
-    shown = [f"{key_in_words(j, n)} of item {item} has the scores of {key_in_words(at, n)} of item {other}" for item, j, other, at in told]
-    if told:
-        yield ", ".join(shown[:MOST_LISTED]) + and_others(len(shown))
+    products = seen.applied.right.scale * np.einsum("bhid,chjd->bcjhi", q, k)
+    shown = []
+    for item, j in np.argwhere(seen.wrong.any(axis=(1, 2))):
+        known = seen.shared[item, ..., j]
+        implied = products[item, item, j] + np.where(known, seen.errors[item, ..., j], 0.0)
+        far = np.abs(np.where(known, products[item] - implied, 0.0)).max(axis=(2, 3))
+        if known.sum() < FEWEST or not len(found := np.argwhere(far <= 1e-4)):
+            return
+        other, at = found[0]
+        shown.append(f"{key_in_words(int(j), n)} of item {item} has the scores of {key_in_words(int(at), n)} of item {other}")
+    yield ", ".join(shown[:MOST_LISTED]) + and_others(len(shown))
 
 
 def _where(seen: ComparedWeights) -> Iterator[str]:

@@ -8,8 +8,9 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from attend.check.algebra.orders import ORDERS, SAME
 from attend.check.applied_weights import AppliedWeights
-from attend.check.compared_weights import ComparedWeights, fitted
+from attend.check.compared_weights import ComparedWeights, in_digits
 from attend.check.pairs import MOST_LISTED, TILES, and_others, descriptions, key_in_words, listed, verb_after
 from attend.check.score_facts import facts_of_gained_scores, facts_of_scores
 from attend.tensors import Array
@@ -93,10 +94,20 @@ def _orders(seen: ComparedWeights) -> Iterator[str]:
     got, right = seen.got, seen.right
     if got.shape[2] == got.shape[3] and _same(got, right.swapaxes(2, 3)):
         yield "the weights are transposed: that of query i and key j is that of query j and key i"
-    for axis, name in ((1, "head"), (0, "item"), (2, "query"), (3, "key")):
+    for axis, name, several in ((1, "head", "heads"), (0, "item", "items"), (2, "query", "queries"), (3, "key", "keys")):
         places = _places(np.moveaxis(got, axis, 0), np.moveaxis(right, axis, 0))
-        if places is not None:
-            yield from _order(places, name)
+        if places is None:
+            continue
+        for words, (_, order) in (SAME | ORDERS).items():
+            if places == [*order(len(places))]:
+                is_one = words in SAME
+                yield (
+                    f"all {several} have the weights of the {words}"
+                    if is_one
+                    else f"the weights of the {several} are in another order: {words}"
+                )
+        moved = [f"{name} {i} has the weights of {name} {j}" for i, j in enumerate(places) if i != j]
+        yield ", ".join(moved[:MOST_LISTED]) + and_others(len(moved))
 
 
 def _same(one: Array, two: Array) -> bool:
@@ -108,29 +119,12 @@ def _places(got: Array, right: Array) -> list[int] | None:
     n = len(got)
     if n < 2 or got.size * n > 3e7:
         return None
-    found = []
+    found = list[int]()
     for i in range(n):
-        equal = [j for j in (i, *range(n)) if _same(got[i], right[j])]
-        if not equal:
+        if (place := next((j for j in (i, *range(n)) if _same(got[i], right[j])), None)) is None:
             return None
-        found.append(equal[0])
+        found.append(place)
     return None if found == [*range(n)] else found
-
-
-def _order(places: list[int], name: str) -> Iterator[str]:
-    """Words for an order of heads, items, queries or keys."""
-    n, has = len(places), "weight" if name == "key" else "weights"
-    if len({*places}) == 1:
-        yield f"every {name} has the {has} of {name} {places[0]}"
-    for shift, words in ((-1, "before"), (1, "after")):
-        if places == [(i + shift) % n for i in range(n)]:
-            yield f"each {name} has the {has} of the one {words}"
-        if places == [min(max(i + shift, 0), n - 1) for i in range(n)]:
-            yield f"each {name} has the {has} of the one {words}, but for that at the end"
-    if places == [*range(n)][::-1]:
-        yield f"the {has} of {name} i are those of {name} n - 1 - i" if name != "key" else "the weight of key j is that of key n - 1 - j"
-    moved = [f"{name} {i} has the {has} of {name} {j}" for i, j in enumerate(places) if i != j]
-    yield ", ".join(moved[:MOST_LISTED]) + and_others(len(moved))
 
 
 def _sums(seen: ComparedWeights) -> Iterator[str]:
@@ -166,18 +160,18 @@ def _added(seen: ComparedWeights) -> Iterator[str]:
     numbers, more = np.median(by_head, axis=1), _logits_of_heads(seen)
     if more is not None and (numbers > 0).all():
         name, logits = more
-        factor = fitted(logits, np.log(numbers), np.full(len(numbers), 1e-2))
-        if factor is not None:
+        wrong = np.log(numbers)
+        factor = float(wrong @ logits) / float(logits @ logits)
+        if (np.abs(wrong - factor * logits) <= 1e-2).all():
             yield f"the logits of the {name} are multiplied by {factor:.4g}"
-        shown = ", ".join(f"{x:.4g}" for x in np.log(numbers)[:4])
-        yield f"the logits of the {name} are as if they were {shown}{', …' if len(numbers) > 4 else ''}"
+        yield f"the logits of the {name} are as if they were {in_digits(wrong)}"
     count = round(float(numbers[0]))
     if count > 0 and (np.abs(numbers - count) <= near).all():
-        also = "that are not there take part in the softmax, with a score of zero"
-        yield f"{count} further key{'s' if count > 1 else ''} {also}"
+        also = "part in the softmax, with a score of zero"
+        yield f"{count} further keys that are not there take {also}" if count > 1 else f"a further key that is not there takes {also}"
         for tile in TILES:
             if count < tile and (n + count) % tile == 0:
-                yield f"further keys, as many as fill the last tile of {tile}, {also}"
+                yield f"further keys, as many as fill the last tile of {tile}, that are not there take {also}"
 
 
 def _logits_of_heads(seen: ComparedWeights) -> tuple[str, Array] | None:
