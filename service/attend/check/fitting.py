@@ -21,11 +21,9 @@ SMALLEST = 1e-6  # factor that is fitted; below it, all visible keys have the sa
 
 def fitted_scale(right: Computation, results: Mapping[str, Array]) -> tuple[str, Mistake] | None:
     """The mistake of another constant factor on the scores than that of `right`; None if none is found. A caller tests whether it fits."""
-    weights, expected = results.get("attention_weights"), right.scale
     with suppress(ValueError, IndexError):
-        from_weights = weights is not None and weights.ndim == 4 and right.returned == "attention_weights"
-        factor = _factor_of_weights(right, weights) if from_weights and weights is not None else _factor_of_output(right, results["output"])
-        return None if factor is None else _other_scale(factor, expected, right.dtype)
+        factor = _factor_of_output(right, results["output"])
+        return None if factor is None else _other_scale(factor, right.scale, right.dtype)
     return None
 
 
@@ -106,21 +104,6 @@ def _times_output(factor: float) -> Change:
     return lambda c: replace(c, factor=factor)
 
 
-@np.errstate(all="ignore")
-def _factor_of_weights(right: Computation, weights: Array) -> float | None:
-    """The least-squares factor; None unless weights are positive in two places of a row.
-
-    log(w_j / w_1) = c (s_j - s_1) for scores s without a factor: one number c must fit all pairs of keys.
-    """
-    raw = right.with_scale(1.0).scores()
-    usable = np.isfinite(raw) & (weights > 1e-30)
-    first = np.argmax(usable, axis=-1)[..., None]
-    differences = raw - np.take_along_axis(raw, first, -1)
-    logarithms = np.log(weights) - np.log(np.take_along_axis(weights, first, -1))
-    chosen = usable & np.isfinite(differences) & np.isfinite(logarithms) & (differences != 0)
-    return float(np.sum(differences[chosen] * logarithms[chosen]) / np.sum(differences[chosen] ** 2)) if chosen.any() else None
-
-
 def _factor_of_output(right: Computation, output: Array) -> float | None:
     """The factor whose output is nearest to the observed one: of a grid of factors, and then by halving steps."""
     if not np.isfinite(output).all():
@@ -138,7 +121,8 @@ def _factor_of_output(right: Computation, output: Array) -> float | None:
     if distance(best) > 0.5 * float(np.abs(output).max()):  # not even near
         return None
     best = least_squares(errors, best)
-    return best if abs(best) < SMALLEST or not math.isfinite(best) else _with_fewest_digits(best, distance)
+    short = _short(best, 1e-6)  # what people write in a program
+    return short if distance(short) <= 1.5 * distance(best) else best
 
 
 def least_squares(errors: Callable[[float], Array], factor: float) -> float:
@@ -155,14 +139,4 @@ def least_squares(errors: Callable[[float], Array], factor: float) -> float:
             step /= 4
         else:
             break
-    return factor
-
-
-def _with_fewest_digits(factor: float, distance: Callable[[float], float]) -> float:
-    """The shortest decimal number that fits as well as the factor, or the reciprocal of one: what people write in a program."""
-    least = distance(factor)
-    for digits in range(1, 13):
-        for short in (float(f"{factor:.{digits}g}"), 1 / float(f"{1 / factor:.{digits}g}")):
-            if math.isclose(short, factor, rel_tol=1e-6) and distance(short) <= 1.5 * least:
-                return short
     return factor
