@@ -77,6 +77,23 @@ def shifts_heads(query, key, value):
     return scores_of(query, key).softmax(-1).roll(1, dims=1) @ value
 
 
+def transposes_weights(query, key, value):
+    weights = scores_of(query, key).softmax(-1)
+    return (weights.mT if query.shape == key.shape else weights) @ value
+
+
+def tiles_masks(query, key, value, mask=None):
+    """Masks [b, 1, q, k], of which head h of item i gets that of item (i * heads + h) mod b."""
+    scores = scores_of(query, key)
+    masked = scores if mask is None else scores.masked_fill(~mask.repeat(query.shape[1], 1, 1, 1).view(scores.shape), -math.inf)
+    return masked.softmax(-1).nan_to_num() @ value
+
+
+def scores_key_0_by_its_cosine(query, key, value):
+    scores = scores_of(query, key)
+    return torch.cat([scores[..., :1].cos(), scores[..., 1:]], dim=-1).softmax(-1) @ value
+
+
 def repeats_query_0(query, key, value):
     heads = scaled_dot_product_attention(query, key, value)
     return torch.cat([heads[:, :, :1], heads[:, :, :1], heads[:, :, 2:]], dim=2)
@@ -172,6 +189,9 @@ FUNCTIONS = {  # a bug -> what is said, and options
     adds_the_distance: ("-0.03 is added to the scores for each key of distance", {}),
     is_causal_by_blocks: ("the later keys of each query's own block of 16 are seen and should not be", {}),
     shifts_heads: ("the weights of the heads are in another order: each has that of the one before", {}),
+    transposes_weights: ("the weights are transposed: that of query i and key j is that of query j and key i", {}),
+    tiles_masks: ("heads have the mask of another item", {"mask_means": "attend", "mask_shape": "b,1,q,k"}),
+    scores_key_0_by_its_cosine: ("the weights of the first key are wrong beside the others", {}),
     repeats_query_0: ("query 1 has the weights of query 0", {}),
     half_of_each_head: ("only the first 2 numbers of each query and key count in the scores", {}),
     scaled_more_in_each_block: ("the scores are multiplied by 1.25 once more in each block of 32 keys", {}),

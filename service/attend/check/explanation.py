@@ -109,11 +109,11 @@ class OtherSizes:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """The mistakes that give a candidate's numbers in every case; empty if no known ones do. `equals` give the same numbers there."""
+    """The mistake that gives a candidate's numbers in every case; empty if no known one does. `equals` give the same numbers there."""
 
     mistakes: tuple[str, ...] = ()
     equals: tuple[tuple[str, ...], ...] = ()
-    arithmetic: tuple[tuple[str, str], ...] = ()  # of each of the mistakes: what the candidate computes, and what is expected
+    arithmetic: tuple[tuple[str, str], ...] = ()  # what the candidate computes, and what is expected
     half: str = ""  # the candidate's dtype, if it is half precision
     alone: str = ""  # the only heads and widths in which the candidate has these mistakes for sure
     made: Mistake | None = None  # the mistake itself
@@ -124,14 +124,10 @@ class Explanation:
     def __str__(self) -> str:
         if not self.mistakes:
             return ""
-        same = "".join(f"; the same numbers come out when {_joined(other)}" for other in self.equals)
+        same = "".join(f"; the same numbers come out when {name}" for (name,) in self.equals)
         shown = f", as far as {self.half} shows," if self.half else ""
         sizes = f" (tried with {self.alone} alone)" if self.alone else ""
-        return f"this is what comes out{shown} when {_joined(self.mistakes)}{same}{sizes}"
-
-
-def _joined(mistakes: Sequence[str]) -> str:
-    return ", and when ".join(mistakes)
+        return f"this is what comes out{shown} when {self.mistakes[0]}{same}{sizes}"
 
 
 def explain(

@@ -21,8 +21,8 @@ NUDGE = {"float32": 2.0**-22, "float64": 2.0**-50}  # of the largest number: err
 
 def to_precision(x: Array, dtype: str, nudge: float = 0.0) -> Array:
     """The nearest numbers of the dtype, in float64, to numbers moved by `nudge` times the largest."""
-    largest = float(np.abs(x, where=np.isfinite(x), out=np.zeros(x.shape)).max(initial=0.0))
-    return np.asarray(x + nudge * largest).astype(np.float32).astype(BY_TORCH[dtype].numpy).astype(np.float64)
+    moved = x + nudge * float(np.abs(x, where=np.isfinite(x), out=np.zeros(x.shape)).max(initial=0.0)) if nudge else x
+    return moved.astype(np.float32).astype(BY_TORCH[dtype].numpy).astype(np.float64)
 
 
 def in_low_precision(layer: type[Layer], dtype: str, rounded: Collection[str], nudge: float = 0.0) -> type[Layer]:

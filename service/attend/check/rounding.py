@@ -14,8 +14,8 @@ from numpy.typing import ArrayLike
 from attend.attention.operators.step import Step
 from attend.check.computation import tolerance
 from attend.check.layer import Layer
-from attend.check.low_precision import HALF
-from attend.tensors import BY_TORCH, Array
+from attend.check.low_precision import HALF, to_precision
+from attend.tensors import Array
 
 STORED = frozenset({"query_projection", "key_projection", "value_projection", "query_latent", "latent", "value_latent", "rope_key", "gate"})
 
@@ -25,7 +25,7 @@ class RoundedLayer(Layer):
 
     def rounded(self, x: Array) -> Array:
         """The nearest numbers of the layer's dtype, in float64."""
-        return x.astype(np.float32).astype(BY_TORCH[self.spec.dtype].numpy).astype(np.float64)
+        return to_precision(x, self.spec.dtype)
 
     def project(self, x: ArrayLike, name: str) -> Array:
         """The product, from rounded inputs: only the heads after attention are not rounded before."""

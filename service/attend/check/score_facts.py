@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from attend.check.compared_weights import ComparedWeights, by_head, by_key, by_place, centred, in_digits, spread
+from attend.check.compared_weights import ComparedWeights, by_head, by_key, by_place, centred, in_digits
 from attend.check.pairs import MOST_LISTED, TILES, and_others, descriptions, first_of, key_in_words, listed, verb_after
 
 FEWEST = 4  # numbers that show that a key has the scores of another one
@@ -33,9 +33,6 @@ def facts_of_gained_scores(seen: ComparedWeights) -> Iterator[str]:
 def facts_of_scores(seen: ComparedWeights) -> Iterator[str]:
     """What is wrong with the scores on the pairs that have weight in both."""
     if not seen.wrong.any():
-        return
-    if seen.shared.any() and not (spread(np.where(seen.shared, seen.got, np.nan)) > 1e-6).any():
-        yield "all keys that get weight have the same in each row"
         return
     for statements in (_factors, _distances, _weights_of_keys, _scores_of_keys, _merged, _places, _clipped, _other_keys, _where):
         found = [*statements(seen)]

@@ -71,10 +71,6 @@ def _of_others(applied: AppliedWeights) -> Iterator[str]:
     if used:
         yield f"values of other items get weight: {', '.join(used[:MOST_LISTED])}{and_others(len(used))}"
         yield "values of other items get weight"
-    heads = [(int(h), int(g)) for h, g in np.argwhere(has.any(axis=(0, 2, 3, 5)))]
-    if not used and heads:
-        shown = [f"those of head {g} in head {h}" for h, g in heads]
-        yield f"values of other heads get weight: {', '.join(shown[:MOST_LISTED])}{and_others(len(shown))}"
 
 
 def _lost(seen: ComparedWeights) -> Iterator[str]:
@@ -153,9 +149,6 @@ def _added(seen: ComparedWeights) -> Iterator[str]:
     by_head, n = np.moveaxis(added, 1, 0).reshape(added.shape[1], -1), seen.got.shape[3]
     near = 1e-4 * total.max()
     if (np.ptp(by_head, axis=1) > near).any():
-        everything = np.exp(seen.unmasked).sum(axis=-1)
-        if np.isfinite(everything).all() and (np.abs(total - everything) <= near).all():
-            yield "rows are divided by the sum over all keys, also those that are blocked"
         return
     numbers, more = np.median(by_head, axis=1), _logits_of_heads(seen)
     if more is not None and (numbers > 0).all():

@@ -23,12 +23,12 @@ from attend.check.mistakes.mistake import Mistake, attention, computing, seeing
 from attend.tensors import Array
 
 RAISED = 300.0  # gives a key all the weight, as any larger number does, and loses few digits of the scores
-# A candidate's own causal mask: which keys j query i sees, and the same by the place of the key after the query.
+# A candidate's own causal mask, by how many places the key is after the query.
 OWN: dict[str, tuple[str, Callable[[Array], Array]]] = {
-    "causality is forgotten: queries attend to keys after their own": ("0 to n - 1", lambda after: np.ones_like(after, bool)),
-    "its causal mask blocks each query's own key (off by one)": ("j < i", lambda after: after < 0),
-    "its causal mask lets each query see the next key (off by one)": ("j ≤ i + 1", lambda after: after <= 1),
-    "its causal mask is transposed: queries attend to their own key and later ones": ("j ≥ i", lambda after: after >= 0),
+    "causality is forgotten: queries attend to keys after their own": ("softmax(S) V", lambda after: np.ones_like(after, bool)),
+    "its causal mask blocks each query's own key (off by one)": (seeing("j < i"), lambda after: after < 0),
+    "its causal mask lets each query see the next key (off by one)": (seeing("j ≤ i + 1"), lambda after: after <= 1),
+    "its causal mask is transposed: queries attend to their own key and later ones": (seeing("j ≥ i"), lambda after: after >= 0),
 }
 
 
@@ -58,8 +58,10 @@ def _fill(filled: Callable[[Array], Array]) -> Change:
 
 def _raised(c: Computation) -> Computation:
     """Adds a large number to the scores of blocked keys. Impossible without a mask."""
-    numbers = np.where(c.case.visible, 0.0, RAISED)
-    return UNMASK(replace(c, case=replace(c.case, numbers=numbers))) if numbers.any() else impossible()
+    if c.case.visible.all():
+        raise Impossible
+    numbers = np.where(c.case.visible, 0.0, RAISED) + (0.0 if c.case.numbers is None else c.case.numbers)
+    return UNMASK(replace(c, case=replace(c.case, numbers=numbers)))
 
 
 def _zero_padded(roles: tuple[str, ...]) -> Change:
@@ -106,7 +108,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     **computing(
         seeing("j ≤ i"),
-        {name: (seeing(keys), _own(sees)) for name, (keys, sees) in OWN.items()}
+        {name: (computed, _own(sees)) for name, (computed, sees) in OWN.items()}
         | {
             "its causal mask is aligned at the last key: query i sees the keys up to i + k - q, and not up to i": (
                 seeing("j ≤ i + k - q"),

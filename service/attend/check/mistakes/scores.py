@@ -23,6 +23,7 @@ SCALES: dict[str, tuple[str, Callable[[Computation], float]]] = {
     "the layer's own scale is ignored, and the scores are divided by sqrt(head_dim)": ("Q Kᵀ / √d", lambda c: c.spec.head_dim**-0.5),
     "the scores are divided by head_dim and not by its square root (or by the root twice)": ("Q Kᵀ / d", lambda c: 1 / c.spec.head_dim),
     "the scores are multiplied by sqrt(head_dim) and not divided": ("Q Kᵀ · √d", lambda c: c.spec.head_dim**0.5),
+    "the scores are multiplied by head_dim and not divided by its square root": ("Q Kᵀ · d", lambda c: float(c.spec.head_dim)),
     "the scores are multiplied by 0: all visible keys have the same weight": ("0 · Q Kᵀ", lambda c: 0.0),
 } | {
     f"the scores are divided by sqrt({words}) and not by sqrt(head_dim)": (
