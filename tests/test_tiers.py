@@ -210,8 +210,8 @@ from attend.check import assert_agrees, compare
 
 def attend(query, key, value, mask=None, scale=None):
     scores = query @ key.swapaxes(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    scores = scores if mask is None else np.where(mask, scores, -np.inf)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
-    weights = weights if mask is None else np.where(mask, weights, 0)
     return weights / weights.sum(-1, keepdims=True) @ value
 
 assert_agrees(lambda query, key, value, mask=None, scale=None: attend(query, key, value, mask, scale), longest=17)

@@ -41,3 +41,10 @@ def test_a_flash_attn_function_that_is_aligned_top_left_disagrees():
 def test_a_causal_flag_that_is_right_for_as_many_queries_as_keys_alone_disagrees():
     comparison = checked(lambda q, k: 1 if q != k else 0)
     assert comparison.first.case == "causal=True, 5 queries, 11 keys" and "neither" in comparison.first.hint
+
+
+def test_keys_that_are_skipped_where_a_tile_ends_disagree():
+    """The keys before the queries are forgotten if there are more of them than a tile has."""
+    comparison = compare(flash(lambda q, k: k - q if k < 128 else 0, "attend"), framework="torch", layout="b,n,h,d", longest=257)
+    assert comparison.first.case == "causal=True, 65 queries, 193 keys", f"\n{comparison}"
+    assert "with fewer rows, causality is bottom-right" in comparison.first.hint

@@ -229,6 +229,20 @@ class ForgetsToRollBack(Llama):
         return output
 
 
+class Grows(Llama):
+    """Its cache of 256 rows grows while rows are decoded, and then loses the last of them."""
+
+    def forward(self, x, start_pos):
+        if start_pos and start_pos == 256 < start_pos + x.shape[1]:
+            self.kept = [torch.cat((rows[:, :, :-1], 0 * rows[:, :, -1:]), dim=2) for rows in self.kept]
+        return super().forward(x, start_pos)
+
+
+def test_a_cache_that_loses_a_row_when_it_grows_is_found():
+    comparison = compare(Grows, causal=True, longest=4097)
+    assert [result.case for result in comparison.results if result.agrees is False] == ["decoding 259 rows"]
+
+
 @pytest.mark.parametrize(
     ("candidate", "options", "wrong", "named"),
     [

@@ -57,7 +57,7 @@ def test_cases_without_a_known_parameter_are_reported_as_not_tried():
         "no parameter takes: mask, padded keys, packed sequences"
     )
     looked = "with up to 65 keys, heads of 4 to 256 numbers, in float32"
-    assert comparison.conclusion == f"agrees with the reference in all 5 cases that were tried, {looked}; {not_tried}"
+    assert comparison.conclusion == f"agrees with the reference in all 6 cases that were tried, {looked}; {not_tried}"
     wrong = compare(causal_scores(lambda n: torch.ones(n, n).triu(2) == 1), framework="torch", causal=True, longest=7)
     assert not_tried in str(wrong).replace("\n", " ")
 
@@ -95,7 +95,7 @@ def test_numbers_that_are_all_nan_have_a_hint_of_their_own():
 def test_the_report_names_the_case_the_index_and_the_numbers():
     comparison = compare(type("Wrong", (Wrong,), {"scale": lambda self, s: s}), mask_means="attend")
     lines = str(comparison).splitlines()
-    assert lines[0] == "disagrees with the reference in 13 of 14 cases"
+    assert lines[0] == "disagrees with the reference in 14 of 15 cases"
     assert lines[1].startswith("first wrong step: scaled_products: ") and lines[2].endswith("scores = self.scale(q @ k.transpose(-2, -1))")
     lines = [lines[0], *lines[3:]]
     assert lines[1] == "hint: this is what comes out when the scores are not divided by sqrt(head_dim)"
@@ -111,7 +111,7 @@ def test_the_report_names_the_case_the_index_and_the_numbers():
     right = compare(Wrong, mask_means="attend", longest=7)
     assert right.conclusion == "agrees with the reference, with up to 7 keys, in float32, and with mask"
     html = comparison._repr_html_()  # what a notebook shows
-    assert html.startswith("<pre>disagrees with the reference in 13 of 14 cases\n") and html.count("<") == 2
+    assert html.startswith("<pre>disagrees with the reference in 14 of 15 cases\n") and html.count("<") == 2
 
 
 def test_the_arithmetic_has_the_scale_of_the_layer_and_the_mask_of_the_case():
@@ -174,3 +174,12 @@ def test_tolerances_grow_with_scores_and_outputs():
     assert tolerance(output, "float64", scores, norm=True) == 80 * unit["float64"] * 20 * 4
     assert tolerance(output, "float64", 20.0, relative=1e-3) == pytest.approx(1e-3 * 20 * 4)
     assert tolerance(output, "float32", 0.1) == 16 * unit["float32"] * 4
+
+
+def test_a_second_output_of_a_number_for_each_row_is_not_taken_for_weights():
+    def with_sums(q, k, v, sm_scale):
+        scores = q @ k.mT * sm_scale
+        return scores.softmax(-1) @ v, scores.logsumexp(-1)
+
+    comparison = compare(with_sums, framework="torch", longest=33)
+    assert comparison.is_complete and comparison.tried == ("sm_scale",), f"\n{comparison}"

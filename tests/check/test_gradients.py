@@ -90,3 +90,51 @@ def test_what_has_no_gradients_is_not_tried():
         lambda q, k, v: torch.from_numpy(((q @ k.mT / 2).softmax(-1) @ v).numpy()), framework="torch", longest=7, backward=True
     )
     assert comparison.agrees and "gradients" in comparison.untried
+
+
+class Causal(torch.autograd.Function):
+    """Causality with the last query at the last key; `ends_backward(q, k)`: where it is in the backward pass. `tile`: rows that dQ has."""
+
+    ends_backward = staticmethod(lambda q, k: k - q)
+    tile = None
+
+    @staticmethod
+    def hidden(q, k, ahead):
+        return torch.ones(q, k, dtype=torch.bool).triu(1 + ahead)
+
+    @classmethod
+    def forward(cls, ctx, q, k, v, causal=False):
+        lengths = q.shape[-2], k.shape[-2]
+        scores = q @ k.mT * q.shape[-1] ** -0.5
+        ctx.save_for_backward(q, k, v, scores)
+        ctx.causal = causal
+        return scores.masked_fill(cls.hidden(*lengths, lengths[1] - lengths[0]) & causal, -torch.inf).softmax(-1).nan_to_num() @ v
+
+    @classmethod
+    def backward(cls, ctx, outside):
+        q, k, v, scores = ctx.saved_tensors
+        lengths = q.shape[-2], k.shape[-2]
+        hidden = cls.hidden(*lengths, cls.ends_backward(*lengths)) & ctx.causal
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1).nan_to_num()
+        of_weights = outside @ v.mT
+        of_scores = weights * (of_weights - (of_weights * weights).sum(-1, keepdim=True)) * q.shape[-1] ** -0.5
+        seen = slice(0 if cls.tile is None else (lengths[1] - 1) // cls.tile * cls.tile, None)
+        return of_scores[..., seen] @ k[..., seen, :], of_scores.mT @ q, weights.mT @ outside, None
+
+
+@pytest.mark.parametrize(
+    ("wrong", "case"),
+    [
+        ({}, None),
+        ({"ends_backward": staticmethod(lambda q, k: 0)}, "causal=True, 5 queries, 11 keys"),
+        ({"tile": 64}, "65 keys"),  # dQ has what the last tile of keys adds, alone
+    ],
+)
+def test_backward_passes_are_called_with_more_keys_than_a_tile_has_and_than_there_are_queries(wrong, case):
+    function = type("Other", (Causal,), wrong)
+    comparison = compare(function, framework="torch", longest=257)  # an autograd.Function, with the parameters of its forward pass
+    if case is None:
+        assert comparison.agrees and "gradients too, and with causal;" in comparison.conclusion, f"\n{comparison}"
+    else:
+        assert (comparison.first.case, comparison.first.output) == (case, "dQ"), f"\n{comparison}"
+        assert compare(function.apply, framework="torch", longest=7).agrees is (case == "65 keys")

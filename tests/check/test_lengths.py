@@ -27,6 +27,11 @@ def forgets_the_last_query_of_a_tile_without_one(q, k, v):
     return (torch.cat((q[:, :, :-1], 0 * q[:, :, -1:]), 2) if q.shape[2] % 16 == 15 else q), k, v
 
 
+def loses_keys_if_there_is_one_query(q, k, v):
+    kept = 128 if q.shape[2] == 1 else k.shape[2]
+    return q, k[:, :, :kept], v[:, :, :kept]
+
+
 def multiplies_64_numbers_of_each_head(q, k, v):
     return q * (torch.arange(q.shape[3]) < 64), k, v
 
@@ -40,6 +45,7 @@ def keeps_1024_keys(q, k, v):
     [
         (loses_the_last_of_a_full_tile, "7 queries, 16 keys"),
         (forgets_the_last_query_of_a_tile_without_one, "15 queries, 11 keys"),
+        (loses_keys_if_there_is_one_query, "1 query, 129 keys"),
         (multiplies_64_numbers_of_each_head, "heads of 80"),
         (keeps_1024_keys, "5 queries, 1029 keys"),
     ],
@@ -104,7 +110,7 @@ def test_the_report_says_how_far_it_looked():
     assert " and with position_ids; no parameter takes: mask, padded keys, packed sequences" in comparison.conclusion
     assert "distant positions (2 calls)" in str(comparison) and "lengths (17 calls)" in str(comparison)
     bare = compare(scaled_dot_product_attention, longest=257)
-    assert ", with up to 257 keys, heads of 4 to 256 numbers, in float32, and with attn_mask, is_causal and scale; " in bare.conclusion
+    assert ", with up to 257 keys, heads of 4 to 256 numbers, groups of heads, in float32, and with attn_mask, " in bare.conclusion
 
 
 def test_a_function_with_a_fixed_scale_was_tried_with_heads_of_one_width_alone():

@@ -99,3 +99,16 @@ def test_missing_rows_are_explained_by_no_mistake_that_returns_all():
         return PackedModule.forward(self, x, cu_seqlens)[: len(x) if cu_seqlens is None else 1]
 
     assert not compare(type("Short", (PackedModule,), {"forward": forward}), batched=False, longest=7).first.mistakes
+
+
+def drops_empty_sequences(query, key, value, cu_seqlens_q, cu_seqlens_k):
+    """Sequences that are empty are left out of each list on its own."""
+    bounds = [[(a, b) for a, b in itertools.pairwise(x) if a < b] for x in (cu_seqlens_q, cu_seqlens_k)]
+    parts = [attention_of(query[:, a:b], key[:, c:d], value[:, c:d]) for (a, b), (c, d) in zip(*bounds, strict=False)]
+    return np.concatenate(parts, axis=-2)
+
+
+def test_a_sequence_without_queries_has_keys_that_no_other_sees():
+    comparison = compare_packed(drops_empty_sequences)
+    wrong = [x.case for x in comparison.results if x.agrees is False]
+    assert wrong == ["packed sequences, one without queries"], f"\n{comparison}"

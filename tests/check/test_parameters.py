@@ -65,7 +65,46 @@ def test_a_parameter_that_is_ignored_beside_another_is_found(ignored, beside):
 
     comparison = compare(attend, framework="torch", longest=7)
     wrong = [x.case for x in comparison.results if x.agrees is False]
-    assert len(wrong) == 1 and ignored in wrong[0] and beside in wrong[0], f"\n{comparison}"
+    assert len(wrong) == 4 and all(ignored in case and beside in case for case in wrong), (
+        f"\n{comparison}"
+    )  # with none or both of the others
+
+
+def test_a_parameter_that_is_ignored_beside_two_others_is_found():
+    def attend(q, k, v, is_causal=False, softcap=0.0, window_size=(-1, -1)):
+        ignored = ["softcap"] if is_causal and window_size != (-1, -1) else []
+        return attention(ignored)(q, k, v, is_causal=is_causal, softcap=softcap, window_size=window_size)
+
+    comparison = compare(attend, framework="torch", longest=7)
+    assert [x.case for x in comparison.results if x.agrees is False] == ["is_causal=True with softcap=2.5 and window_size=(2, 1)"]
+
+
+def test_a_parameter_that_is_ignored_in_long_calls_is_found():
+    def attend(q, k, v, is_causal=False, window_size=(-1, -1)):
+        return attention(["window_size"] if k.shape[2] > 64 else [])(q, k, v, is_causal=is_causal, window_size=window_size)
+
+    comparison = compare(attend, framework="torch", longest=257)
+    wrong = [x.case for x in comparison.results if x.agrees is False]
+    assert wrong == ["193 keys, window_size=(2, 1)", "193 keys, is_causal=True with window_size=(2, 1)"], f"\n{comparison}"
+
+
+def test_a_number_that_is_too_small_to_block_large_logits_is_found():
+    def attend(q, k, v, attn_mask=None):
+        scores = q @ k.mT * q.shape[-1] ** -0.5
+        return (scores if attn_mask is None else scores - 100.0 * ~attn_mask).softmax(-1) @ v
+
+    comparison = compare(attend, framework="torch", longest=7)
+    assert [x.case for x in comparison.results if x.agrees is False] == ["large logits with a mask"], f"\n{comparison}"
+
+
+def test_strides_that_are_taken_for_those_of_another_input_are_found():
+    def attend(q, k, v, reads=lambda v, k: torch.as_strided(v, v.shape, k.stride(), v.storage_offset())):
+        return functional.scaled_dot_product_attention(q, k, reads(v, k))
+
+    comparison = compare(attend, framework="torch", longest=7)
+    assert [x.case for x in comparison.results if x.agrees is False] == ["inputs that are views"], f"\n{comparison}"
+    refuses = compare(lambda q, k, v: attend(q, k, v.view(-1).view_as(v), reads=lambda v, k: v), framework="torch", longest=7)
+    assert refuses.is_complete, f"\n{refuses}"
 
 
 def test_values_that_are_refused_together_are_not_tried_together():
@@ -169,7 +208,7 @@ def test_masks_of_numbers_are_added():
 
 def test_all_parameters_of_torch_are_tried_but_those_without_a_fixed_result():
     assert compare(nn.MultiheadAttention, longest=7).is_complete
-    assert compare(functional.scaled_dot_product_attention, longest=7).parameters == ("dropout_p", "enable_gqa")
+    assert compare(functional.scaled_dot_product_attention, longest=7).parameters == ("dropout_p",)
 
 
 def test_a_cache_that_is_not_passed_is_not_tried():

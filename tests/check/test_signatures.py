@@ -178,9 +178,25 @@ def test_a_function_with_the_name_and_the_parameters_of_torch_is_like_it_but_for
         return heads_third(lambda q, k, v: as_sdpa(q, k, v, mask if attn_mask is None else attn_mask))(query, key, value)
 
     comparison = compare(scaled_dot_product_attention, longest=7)
-    assert comparison.agrees and comparison.conventions == "found by calls: its axes are [b,n,h,d]", f"\n{comparison}"
+    assert comparison.agrees and comparison.conventions == (
+        "found by calls: its axes are [b,n,h,d], not [b,h,n,d] as those of torch's scaled_dot_product_attention"
+    ), f"\n{comparison}"
     wrong = partial(scaled_dot_product_attention, at_end=True)
     assert "that of torch's scaled_dot_product_attention is top-left" in compare(wrong, longest=7).first.hint
+
+
+def test_a_flag_for_groups_of_heads_is_passed_with_groups():
+    def scaled_dot_product_attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, enable_gqa=False, repeats=None):
+        groups = query.shape[1] // key.shape[1]
+        if groups > 1 and not enable_gqa:
+            raise ValueError
+        key, value = ((repeats or torch.Tensor.repeat_interleave)(x, groups, 1) for x in (key, value))
+        return as_sdpa(query, key, value, attn_mask, dropout_p, is_causal)
+
+    comparison = compare(scaled_dot_product_attention, longest=7)
+    assert comparison.agrees and "enable_gqa" in comparison.tried and ", groups of heads, in " in comparison.conclusion, f"\n{comparison}"
+    in_turn = partial(scaled_dot_product_attention, repeats=lambda x, groups, axis: x.repeat(1, groups, 1, 1))
+    assert compare(in_turn, like="sdpa", longest=7).first.mistakes == ("query head i uses head i mod num_kv_heads of the keys and values",)
 
 
 def test_a_function_is_like_the_one_whose_name_it_has():

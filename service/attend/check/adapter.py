@@ -5,6 +5,7 @@ usual cause.
 """
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from copy import deepcopy
@@ -107,13 +108,13 @@ class Adapter(Arguments):
     def call(self, case: CheckCase) -> CandidateResult:
         """Call the candidate, or decode with it. CallFailed: it raised. NoCache. ValueError: its result is no array."""
         if not case.chunks:
-            return self._result(self._call(case, {}))
+            return self._result(self._call(case, {}), case)
         if self.keeps_cache:
             return replace(self, function=deepcopy(self.function), keeps_cache=False).call(case)
         results, cache, taken_back = [], self.empty_cache(), case.rolled_back
         for part in case.parts:
             returned = self._call(part, {"cache": cache, "use_cache": True})
-            results.append(self._result(returned))
+            results.append(self._result(returned, part))
             cache = self._cache_after(returned, cache)
             if taken_back is not None:
                 cache, taken_back = self._after_rows_that_are_taken_back(taken_back, cache), None
@@ -180,13 +181,15 @@ class Adapter(Arguments):
         output, *others = returned if isinstance(returned, tuple | list) else (returned,)
         return (output - query, *others) if getattr(output, "shape", None) == query.shape else returned
 
-    def _result(self, result: Any) -> CandidateResult:
+    def _result(self, result: Any, case: CheckCase) -> CandidateResult:
         """The output, and the weights if they were returned. ValueError: it is no array."""
         parts = result if isinstance(result, tuple | list) else (result,)
         if not parts or not hasattr(parts[0], "dtype"):
             raise ValueError(f"expected an array or a tuple (output, weights), got {type(parts[0] if parts else result).__name__}")
         has_weights = len(parts) > (2 if "cache" in self.roles else 1)  # the last of several is the cache
         weights = parts[1] if has_weights and hasattr(parts[1], "dtype") else None
+        rows = len(case.query) * case.fields.get("num_heads", self.heads) * case.query.shape[1]
+        weights = None if weights is not None and math.prod(weights.shape) == rows else weights  # a sum for each row, as of exponentials
         dtype = max((self.dtype, dtype_of(parts[0])), key=lambda name: RELATIVE.get(name, 0.0))
         return CandidateResult(
             self.as_output(as_float64(parts[0])), None if weights is None else self._as_weights(as_float64(weights)), dtype

@@ -12,16 +12,16 @@ from typing import Any
 from attend.check.cases import CheckCase, Draw
 from attend.check.convention import Alignment
 
-PAIRS = ((5, 11), (11, 5))  # queries and keys
+PAIRS = ((5, 11), (11, 5), (65, 193))  # queries and keys; the last are more than tiles of 64 and 128 hold
 WORDS: dict[Alignment, str] = {
     "top-left": "top-left (query i attends to keys 0 to i)",
     "bottom-right": "bottom-right (the last query attends to all keys)",
 }
 
 
-def draw_alignments(draw: Draw, name: str) -> Iterator[dict[Alignment, CheckCase]]:
-    """For each pair of lengths, the call of the parameter `name` as either alignment computes it."""
-    for queries, keys in PAIRS:
+def draw_alignments(draw: Draw, name: str, longest: int) -> Iterator[dict[Alignment, CheckCase]]:
+    """For each pair of lengths of at most `longest` rows, the call of the parameter `name` as either alignment computes it."""
+    for queries, keys in (pair for pair in PAIRS if max(pair) <= max(longest, PAIRS[0][1])):
         words = f"{name}=True, {queries} queries, {keys} keys"
         top = draw.case(words, "plain", keys, queries=queries, group="parameters", causal=True, passed={"causal": True}, query_offset=0)
         if queries <= keys:

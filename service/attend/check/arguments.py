@@ -27,7 +27,21 @@ MASKS: dict[str, tuple[tuple[str, ...], str]] = {
     "numbers": (("mask",), "a mask over queries and keys"),
 }
 OPTIONAL = frozenset(  # roles of parameters that are passed only where a case is about them
-    ("mask", "padding", "lengths", "segments", "boundaries", "page_table", "cache", "use_cache", "causal", "scale", "softcap", "window")
+    (
+        "mask",
+        "padding",
+        "lengths",
+        "segments",
+        "boundaries",
+        "page_table",
+        "cache",
+        "use_cache",
+        "causal",
+        "scale",
+        "softcap",
+        "window",
+        "groups",
+    )
 )
 
 LAYOUTS = {  # places of the axes b, h, n, d
@@ -36,6 +50,7 @@ LAYOUTS = {  # places of the axes b, h, n, d
     "n,b,h,d": (2, 0, 1, 3),
     "b,h,d": (0, 2, 1, 3),  # of the keys; the query has one row, without an axis
 }
+VIEWS = {"query": 3, "key": 1, "value": 2}  # numbers after each row, in calls with views
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +113,7 @@ class Arguments:
         if role in case.passed and role not in ("padding", "lengths"):
             return case.passed[role]
         if role in ("query", "key", "value"):
-            return self._tensor(self.in_layout(getattr(case, role), role), self.dtype)
+            return self._input(self.in_layout(getattr(case, role), role, case), VIEWS[role] if case.views else 0)
         if role in ("mask", "padding") and case.numbers is not None:
             return self._tensor(self._in_mask_shape(case.numbers, role), self.dtype)
         if role in ("mask", "padding", "lengths"):
@@ -128,7 +143,7 @@ class Arguments:
         if role == "page_table":
             return self._tensor(of_item, "int32")
         pages = in_pages(getattr(case, role), rows, table, self.convention.page_size, self.unused)
-        return self._tensor(self.in_layout(pages, role), self.dtype)
+        return self._tensor(self.in_layout(pages, role, case), self.dtype)
 
     def _rope_tables(self, role: str, case: CheckCase) -> Any:
         """The cosines, the sines, or both of the angles of the case's rows, in the axes that the candidate takes."""
@@ -144,16 +159,19 @@ class Arguments:
         rows = case.first_row + np.arange(case.query.shape[1])
         segments = np.ones(case.query.shape[:2]) if case.segments is None else case.segments
         if role in ("boundaries", "key_boundaries", "max_queries", "max_keys"):
-            bounds = _boundaries(segments if role in ("boundaries", "max_queries") else case.segments_of_keys)
+            sequences = 1 + np.arange(max(segments[0].max(), case.segments_of_keys[0].max()) + 1)
+            of_rows = segments if role in ("boundaries", "max_queries") else case.segments_of_keys
+            bounds = np.searchsorted(of_rows[0], sequences)  # where each sequence of the first item begins, and the last one ends
             return int(np.diff(bounds).max()) if role.startswith("max") else self._tensor(bounds, "int32")
         if role in ("segments", "positions"):
             return self._tensor(self._unbatched(segments if role == "segments" else np.broadcast_to(rows, segments.shape)), "int64")
         return self._tensor(rows, "int64") if role == "cache_positions" else None
 
-    def in_layout(self, x: Array, role: str) -> Array:
-        """A query, key or value [b, n, width] in the layout of the candidate."""
+    def in_layout(self, x: Array, role: str, case: CheckCase) -> Array:
+        """A query, key or value [b, n, width] of a case in the layout of the candidate."""
         if self.heads_given and self.convention.layout != "b,n,d":
-            x = np.transpose(Layer.split_heads(x, self.heads if role == "query" else self.kv_heads), LAYOUTS[self.convention.layout])
+            heads = case.fields.get("num_heads", self.heads) if role == "query" else case.fields.get("num_kv_heads", self.kv_heads)
+            x = np.transpose(Layer.split_heads(x, heads), LAYOUTS[self.convention.layout])
             x = x[:, 0] if self.convention.takes_one_query and role == "query" else x
         elif self.convention.batched and not self.batch_first:
             x = x.swapaxes(0, 1)
@@ -184,6 +202,12 @@ class Arguments:
         }
         return self._unbatched(per_item[shape])
 
+    def _input(self, x: Array, more: int) -> Any:
+        """A query, key or value; if `more` is not 0, as the first numbers of rows that have so many more."""
+        if not more:
+            return self._tensor(x, self.dtype)
+        return self._tensor(np.concatenate([x, np.ones((*x.shape[:-1], more))], axis=-1), self.dtype)[..., :-more]
+
     def _tensor(self, x: Array, dtype: str) -> Any:
         return as_array(x, dtype, self.framework, self.device)
 
@@ -201,8 +225,3 @@ class Arguments:
 
     def empty_cache(self) -> Any:
         return None if self.new_cache is None else self.new_cache()
-
-
-def _boundaries(segments: Array) -> Array:
-    """Where each sequence of the first item begins, and where the last one ends."""
-    return np.flatnonzero(np.diff(segments[0], prepend=0, append=0))

@@ -24,13 +24,13 @@ from attend.check.cases import (
     lengths_for,
 )
 from attend.check.convention import ROPE_TABLES, Alignment, Convention
-from attend.check.lengths import Sweep, draw_sweeps
+from attend.check.lengths import Sweep, draw_groups, draw_sweeps
 from attend.check.parameters import draw_parameter_cases
 from attend.check.rope_tables import rope_of
 from attend.spec import LayerSpec
 from attend.tensors import Array
 
-GROUPS: tuple[Group, ...] = ("short", "parameters", "long")
+GROUPS: tuple[Group, ...] = ("short", "parameters", "groups", "long")
 OF_CALLS = (  # conventions of calls alone
     *("mask_means", "mask_shape", "mask_dtype", "mask_replaces_causality", "padding_means", "causal", "query_offset", "residual"),
 )
@@ -72,6 +72,10 @@ class Candidate:
             }
             further = {role: name for role, name in roles.items() if not (adapter.paged and role == "page_table")}
             drawn.append(draw_parameter_cases(draw, further, mask_of, **more))
+            if adapter.heads_given and adapter.framework in ("torch", "numpy"):  # whose views are no copies
+                drawn.append(iter([draw.case("inputs that are views", "plain", draw.queries, group="parameters", views=True)]))
+        if "groups" in groups and adapter.heads_given:
+            drawn.append(draw_groups(draw, roles))
         if "long" in groups:
             drawn.append(draw_long_cases(draw, decodes=decodes))
         if "one row" in groups:
@@ -81,14 +85,14 @@ class Candidate:
     def draw_sweeps(self, seed: int, longest: int) -> Iterator[Sweep]:
         """Calls of many lengths and widths, with at most `longest` rows."""
         adapter, longest = self.adapter, longest if "mask" not in self.adapter.required else 0
-        for sweep in draw_sweeps(self.draw(seed), adapter.roles, longest, widths=adapter.heads_given):
+        for sweep in draw_sweeps(self.draw(seed), adapter.roles, longest, takes_heads=adapter.heads_given):
             yield replace(sweep, cases=tuple(map(self._as_passed, sweep.cases)))
 
-    def draw_alignments(self, seed: int) -> Iterator[dict[Alignment, CheckCase]]:
+    def draw_alignments(self, seed: int, longest: int) -> Iterator[dict[Alignment, CheckCase]]:
         """Causal calls with fewer and with more queries than keys, if a parameter makes them causal."""
         roles, causal = self.adapter.roles, self.adapter.convention.causal
         if {"causal", "key"} <= roles.keys() and not causal and not self.spec.positional and "mask" not in self.adapter.required:
-            for cases in draw_alignments(self.draw(seed), roles["causal"]):
+            for cases in draw_alignments(self.draw(seed), roles["causal"], longest):
                 if not self.adapter.skip_reason(cases["top-left"]):
                     yield {alignment: self._as_passed(case) for alignment, case in cases.items()}
 
@@ -126,6 +130,7 @@ class Candidate:
             "scale": (spec.scale, math.isclose(spec.scale, spec.head_dim**-0.5)),
             "softcap": (spec.softcap or 0.0, not spec.softcap),
             "window": (_sides(spec), not spec.window),
+            "groups": (spec.num_kv_heads < spec.num_heads, spec.num_kv_heads == spec.num_heads),
         }
         needed = {role for role, (_, is_usual) in layer.items() if not is_usual} | self.adapter.required
         passed = {role: value for role, (value, _) in layer.items() if role in roles & needed} | dict(case.passed)

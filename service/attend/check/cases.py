@@ -19,10 +19,11 @@ from attend.tensors import BY_TORCH, Array
 POSITIONAL_QUERIES = 31  # where results depend on positions, so that windows and scaled frequencies show
 LONG = (65, 130, 257)  # keys of the long cases: one or two more than tiles of 64 and 128 hold
 CROSS = 113  # keys of a long cross-attention: tiles of 16, 32 and 64 leave 1, 17 and 49 of them
+LARGEST = 1500.0  # score of the cases with large logits
 MOST_ALONE = 5  # queries of an item, for what takes one query
 ENOUGH_QUERIES = 64  # of which one has a score that is near the largest
 CaseKind = Literal["plain", "mask", "causal", "padding", "segments", "numbers"]
-Group = Literal["short", "parameters", "long", "lengths", "widths", "one row"]
+Group = Literal["short", "parameters", "long", "lengths", "widths", "groups", "one row"]
 T = TypeVar("T")
 ALL = np.ones((), bool)  # the mask of a case without one
 
@@ -59,6 +60,7 @@ class CheckCase:
     fields: Mapping[str, Any] = field(default_factory=dict)  # of the layer, as these arguments change it
     beside: Array | None = None  # [b, q, k], true = not padded, if padded keys are passed beside the mask
     numbers: Array | None = None  # [b, q, k], which a mask of numbers adds to the scores
+    views: bool = False  # whether query, key and value are views with strides of their own
     undefined: bool = False  # whether libraries disagree about what such a call returns, so that no numbers are wrong
     whole: "CheckCase | None" = None  # the call that is made, if only its last queries, which this case has, are compared
     relative: float = 0.0  # an error of the scores, relative to the largest, that rounding explains besides the usual one
@@ -247,7 +249,7 @@ def draw_short_cases(draw: Draw, *, decodes: bool = False, takes_back: bool = Tr
     if not padded.reference(spec, draw.weights).fully_masked_rows:  # as in a narrow window
         yield padded
     if not (spec.normalises_heads or spec.softcap):  # these bound the scores
-        yield draw.case("large logits", "plain", queries, largest=1500.0)
+        yield draw.case("large logits", "plain", queries, largest=LARGEST)
     if draw.dtype in ("bfloat16", "float16"):  # rounding then hides less of what is wrong with scores
         yield draw.case("larger scores", "plain", queries, largest=30.0)
     if spec.normalizer != "sigmoid":  # sigmoid weights depend on the length of a segment, but not on a mask
@@ -279,8 +281,9 @@ def draw_long_cases(draw: Draw, *, decodes: bool = False) -> Iterator[CheckCase]
     padded = np.arange(LONG[2]) < LONG[2] - 60  # the last tiles have no key, or few
     yield draw.case(f"{LONG[2]} keys, padded", "padding", LONG[2], padded, queries=LONG[2], batch=1, group="long")
     if decodes:
-        whole = draw.case(f"decoding {LONG[1]} rows", "plain", LONG[1], queries=LONG[1], batch=1, group="long")
-        yield replace(whole, chunks=(*[1] * 33, 32, 1, LONG[1] - 66))
+        rows = LONG[2] + 2  # a cache of 256 rows or fewer grows before the last ones
+        whole = draw.case(f"decoding {rows} rows", "plain", rows, queries=rows, batch=1, group="long")
+        yield replace(whole, chunks=(*[1] * 33, 32, 1, rows - 70, 1, 1, 1, 1))
 
 
 def _scaled(case: CheckCase, spec: LayerSpec, weights: Mapping[str, Array], dtype: str, largest: float) -> CheckCase:

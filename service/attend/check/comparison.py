@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from attend.check.explanation import Explanation
 from attend.check.families import layer_of, sizes_in_words
 from attend.check.gradients import compare_gradients, has_own_backward
 from attend.check.lengths import LONGEST
-from attend.check.loading import load_candidate
+from attend.check.loading import as_callable, load_candidate
 from attend.check.low_precision import HALF
 from attend.check.preparation import prepare
 from attend.check.report import Comparison, Disagreement
@@ -39,6 +40,7 @@ OTHER_PAGES: dict[str, tuple[Any, str]] = {  # what is passed otherwise -> what 
     "unused": (1.0, "rows of pages that no item has change the output: it is right if they are 1, and not if they are NaN"),
     "in_order": (True, "it is right if the pages of an item follow one another, and not in another order"),
 }
+LONGEST_BACKWARD = 130  # keys of a call whose gradients are compared
 MOST_NAMES = 6  # of calls that a hint lists
 
 
@@ -54,7 +56,7 @@ def compare(
     ValueError: how to construct or call the candidate, or to read its weights, is ambiguous, and the message names the option that decides;
     or the weights are not those of the spec. TypeError: no such option.
     """
-    loaded = load_candidate(candidate) if isinstance(candidate, str) else candidate
+    loaded = as_callable(load_candidate(candidate) if isinstance(candidate, str) else candidate)
     convention = with_signature(loaded, make_convention(options))
     given, is_causal = layer_of(spec, takes_heads=convention.like is not None)
     first, *others = try_conventions(loaded, given, convention, seed, is_causal=is_causal)
@@ -81,7 +83,7 @@ def _compare(loaded: Any, tried: Tried, *, seed: int, longest: int, backward: bo
             first = disagreement(next(x for x in called.compared if x.wrong is not None), Explanation())
             return replace(_compared(called), found=tried.found, disagreements=(replace(first, hint=hint),))
         backward = called.agree and (backward or has_own_backward(prepared, called.compared[0].right.case))
-        wrong_gradient = _compare_gradients(called, seed) if backward else None
+        wrong_gradient = _compare_gradients(called, seed, longest) if backward else None
         comparison = replace(_compared(called), found=tried.found)
         failures = [_failure(x) for x in called.failures[:1]]
         if (changing := _changing(prepared, called.compared)) is not None:
@@ -103,7 +105,7 @@ def _call_on_all(prepared: Candidate, seed: int, longest: int) -> Calls:
     if called.agree:
         for sweep in prepared.draw_sweeps(seed, longest):
             called.compare_together(sweep)
-        for cases in prepared.draw_alignments(seed):
+        for cases in prepared.draw_alignments(seed, longest):
             called.align(cases, prepared.adapter.aligned)
         for name in prepared.adapter.others:
             if called.agree and _changes_nothing(prepared, name, seed, longest):
@@ -169,9 +171,13 @@ def _evidence(compared: Sequence[ComparedCase]) -> Sequence[ComparedCase]:
     return usual if any(x.wrong is not None for x in usual) else compared
 
 
-def _compare_gradients(called: Calls, seed: int) -> Disagreement | None:
+def _compare_gradients(called: Calls, seed: int, longest: int) -> Disagreement | None:
     """The first wrong gradient of an input; what came of all is added to the results."""
-    found = [*compare_gradients(called.prepared, called.prepared.draw_cases(seed, ("short", "parameters")))]
+    cases = called.prepared.draw_cases(seed, ("short", "parameters", "long"))
+    short = (case for case in cases if case.group != "long" or case.key.shape[1] <= min(longest, LONGEST_BACKWARD))
+    pairs = zip(called.alignments, called.prepared.draw_alignments(seed, LONGEST_BACKWARD), strict=False)
+    aligned = (case for alignment, pair in pairs if (case := pair[alignment]).whole is None)
+    found = [*compare_gradients(called.prepared, chain(short, aligned))]
     compared, skipped = [x for x in found if not x.skipped], [x for x in found if x.skipped]
     right = [CaseResult("gradients", x.error, x.tolerance) for x in compared if x.error <= x.tolerance]
     wrong = [x for x in compared if not x.error <= x.tolerance]
@@ -199,6 +205,8 @@ def _misaligned(called: Calls) -> Disagreement | None:
         found = called.alignments[0]
         known = FUNCTIONS[called.prepared.adapter.convention.like or "flash_attn"]
         hint = f"with q != k, causality is {WORDS[found]}; that of {known.title} is {WORDS[known.alignment or found]}"
+        if known.alignment in (found, None):
+            hint = f"with fewer rows, causality is {WORDS[found]}, and here it is not"
     return replace(disagreement(called.misaligned, Explanation()), hint=hint)
 
 

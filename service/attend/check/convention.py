@@ -200,6 +200,7 @@ CALL = {  # role of a parameter of the call -> its usual names, in lower case
     "return_attention_scores output_attentions",
     "heads": HEADS,
     "average": "average_attn_weights",
+    "groups": "enable_gqa",  # whether several heads may share a key head
 }
 WEIGHTS = {  # besides q_proj, W_q, wq, w_qs, query, queries, to_q, q_lin, linear_q, fc_out, b_o, bias_q, qkv_proj, …
     "in_proj": "in_proj c_attn",  # query, key and value in this order
@@ -221,7 +222,7 @@ WEIGHTS = {  # besides q_proj, W_q, wq, w_qs, query, queries, to_q, q_lin, linea
 WEIGHTS |= {role: role for operator in OPERATORS for name in operator.axes if (role := name.partition(".")[0]) not in WEIGHTS}
 ROPE_TABLES = frozenset(("cosines", "sines", "cosines_and_sines", "turns"))  # roles of what is made of the angles of RoPE
 KNOWN_DEFAULTS: dict[str, Callable[[Any], bool]] = {  # with another default, the parameter of this name may mean something else
-    "scale": lambda default: default is None,
+    "scale": lambda default: default in (None, inspect.Parameter.empty),
     "softcap": lambda default: default is None or (isinstance(default, int | float) and not default),
     "window": lambda default: isinstance(default, tuple | list) and len(default) == 2,  # (left, right), as in FlashAttention
     **dict.fromkeys(ROPE_TABLES, lambda default: default is inspect.Parameter.empty),

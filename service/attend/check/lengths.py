@@ -6,20 +6,25 @@ where a candidate takes both. Long calls have more rows than a block of tiles, o
 whose queries are as many, the last alone are compared, so the reference stays fast.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from attend.check.cases import CheckCase, Draw
+from attend.check.parameters import draw_settings, together_in_sets
 from attend.spec import LayerSpec
 from attend.tensors import Array
 
 TILES = (16, 32, 64, 128, 256)
 LENGTHS = (1, *sorted({n for t in TILES for n in (t - 1, t, t + 1, 2 * t + 1)}))
 FEW_QUERIES, FEW_KEYS = 7, 11  # of calls with many keys, and with many queries
+OF_ONE_QUERY = (33, 129, 257, 513)  # keys of calls with one query, for which kernels split the keys
 CAUSAL = (65, 129, 257)  # rows of calls with a causal flag
+LONG = 193  # rows of calls with further parameters
+GROUPS = 6, 3  # heads of queries, and of keys
+IN_GROUPS = f"{GROUPS[0]} heads, {GROUPS[1]} of keys"  # the name of a case
 LONGEST = 4097  # rows of the longest call, by default
 LAST = 5  # rows of queries of it that are compared, if it has as many queries as keys
 WIDTHS = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256))  # of heads of queries and keys, and of values
@@ -35,8 +40,8 @@ class Sweep:
     cases: tuple[CheckCase, ...]
 
 
-def draw_sweeps(draw: Draw, roles: Collection[str], longest: int, *, widths: bool) -> Iterator[Sweep]:
-    """The sweeps for a candidate with parameters of these `roles`; `widths`: whether it takes heads of any width."""
+def draw_sweeps(draw: Draw, roles: Mapping[str, str], longest: int, *, takes_heads: bool) -> Iterator[Sweep]:
+    """The sweeps for a candidate with parameters of these roles (role -> name); `takes_heads`: as many as it is given, of any width."""
     lengths = [n for n in LENGTHS if n <= longest]
     if longest >= TILES[0] and all(extent.negative for extent in draw.spec.extents):  # else the number of rows is fixed
         separate = "key" in draw.inputs and not draw.spec.positional and not draw.causal
@@ -45,7 +50,9 @@ def draw_sweeps(draw: Draw, roles: Collection[str], longest: int, *, widths: boo
             yield Sweep("many keys or queries", (*_long_apart(draw, longest),))
         elif longest > LENGTHS[-1]:
             yield Sweep("last rows of a long call", (_long_together(draw, longest, decodes="cache" in roles or "first_position" in roles),))
-    if widths:
+        if longest >= LONG:
+            yield Sweep("parameters in long calls", (*_long_settings(draw, roles),))
+    if takes_heads:
         yield Sweep("widths of heads", (*_wide(draw),))
     if "positions" in roles and draw.spec.rope:
         yield Sweep("distant positions", (*_distant(draw),))
@@ -55,6 +62,7 @@ def _apart(draw: Draw, roles: Collection[str], lengths: Sequence[int]) -> Iterat
     """Every length of keys with few queries, of queries with few keys, and some of both; rows of one large case."""
     whole = draw.case("", "plain", lengths[-1], queries=lengths[-1], batch=1, group="lengths")
     yield from (_rows(whole, FEW_QUERIES, n) for n in lengths)
+    yield from (_rows(whole, 1, n) for n in OF_ONE_QUERY if n <= lengths[-1])
     yield from (_rows(whole, n, FEW_KEYS) for n in lengths)
     yield from (_rows(whole, *pair) for pair in ((129, 257), (257, 129)) if max(pair) <= lengths[-1])
     for n in CAUSAL if "causal" in roles else ():
@@ -75,6 +83,14 @@ def _rows(case: CheckCase, queries: int, keys: int) -> CheckCase:
     mask = np.ones((1, queries, keys), bool)
     rows: dict[str, Any] = {"query": case.query[:, :queries], "key": case.key[:, :keys], "value": case.value[:, :keys]}
     return replace(case, name=name, mask=mask, visible=mask, **rows).seeing()
+
+
+def _long_settings(draw: Draw, roles: Mapping[str, str]) -> Iterator[CheckCase]:
+    """Calls of more rows than tiles hold, with a value of each parameter and all sets of them."""
+    settings = [*draw_settings(draw, roles)]
+    for setting in (*settings, *together_in_sets(settings)):
+        more = setting.of_case | {"group": "lengths"}
+        yield draw.case(f"{LONG} keys, {setting.words}", "plain", LONG, queries=LONG, batch=1, **more)
 
 
 def _long_apart(draw: Draw, longest: int) -> Iterator[CheckCase]:
@@ -109,9 +125,33 @@ def _wide(draw: Draw) -> Iterator[CheckCase]:
         except ValueError:  # the layer cannot have such heads
             continue
         name = f"heads of {width}" if width == value_width else f"heads of {width}/{value_width}"
-        fields = {name: getattr(spec, name) for name in LayerSpec.model_fields if getattr(spec, name) != getattr(draw.spec, name)}
+        fields = _differing(spec, draw.spec)
         keys = draw.lengths.keys if not draw.spec.positional and "key" in draw.inputs and not draw.causal else draw.queries
         yield replace(draw, spec=spec).case(name, "plain", keys, group="widths", fields=fields)
+
+
+def draw_groups(draw: Draw, roles: Mapping[str, str]) -> Iterator[CheckCase]:
+    """Heads in groups that share a key and a value, which a function need not take: with several queries, one, and a causal flag."""
+    heads, kv_heads = GROUPS
+    if draw.spec.num_heads != draw.spec.num_kv_heads or "heads" in roles:
+        return
+    try:
+        spec = resized(draw.spec, heads, kv_heads, draw.spec.head_dim)
+    except ValueError:  # the layer cannot have groups
+        return
+    fields, passed = _differing(spec, draw.spec), {"groups": True} if "groups" in roles else {}
+    keys = draw.lengths.keys if not draw.spec.positional and "key" in draw.inputs and not draw.causal else 0
+    for queries in (draw.queries, 1) if keys else (draw.queries,):
+        words = IN_GROUPS if queries > 1 else f"{IN_GROUPS}, 1 query"
+        yield replace(draw, spec=spec).case(words, "plain", keys or queries, queries=queries, group="groups", fields=fields, passed=passed)
+    if "causal" in roles and not draw.causal:
+        more: dict[str, Any] = {"group": "groups", "fields": fields, "causal": True, "passed": {**passed, "causal": True}}
+        yield replace(draw, spec=spec).case(f"{IN_GROUPS}, causal", "plain", draw.queries, **more)
+
+
+def _differing(spec: LayerSpec, other: LayerSpec) -> dict[str, Any]:
+    """The fields in which two layers differ."""
+    return {name: getattr(spec, name) for name in LayerSpec.model_fields if getattr(spec, name) != getattr(other, name)}
 
 
 def _distant(draw: Draw) -> Iterator[CheckCase]:

@@ -1,5 +1,6 @@
-"""Finds the object that a name stands for, in a module or a file."""
+"""Finds the object that a name stands for, in a module or a file, and what can be called of it."""
 
+import inspect
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from operator import attrgetter
@@ -7,6 +8,32 @@ from pathlib import Path
 from pkgutil import resolve_name
 from types import ModuleType
 from typing import Any
+
+
+def as_callable(candidate: Any) -> Any:
+    """The candidate; of a `torch.autograd.Function`, or its `apply`, a function with the parameters of its forward pass."""
+    if (cls := _autograd_function(candidate)) is None:
+        return candidate
+    torch = sys.modules["torch"]
+    parameters = [*inspect.signature(cls.forward).parameters.values()]
+    has_context = cls.setup_context is torch.autograd.Function.setup_context
+    signature = inspect.Signature(parameters[1:] if has_context else parameters)
+
+    def apply(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return cls.apply(*bound.args)
+
+    apply.__signature__ = signature  # type: ignore[attr-defined]
+    apply.__module__, apply.__name__ = cls.__module__, cls.__name__
+    return apply
+
+
+def _autograd_function(candidate: Any) -> Any:
+    """The subclass of `torch.autograd.Function` that a candidate is, or whose `apply` it is; None if it is none."""
+    cls = candidate if isinstance(candidate, type) else getattr(candidate, "__self__", None)
+    torch = sys.modules.get("torch")
+    return cls if torch is not None and isinstance(cls, type) and issubclass(cls, torch.autograd.Function) else None
 
 
 class NoSuchCandidate(ValueError):

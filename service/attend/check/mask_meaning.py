@@ -28,7 +28,8 @@ def meanings_of_mask(trial: Trial, role: str, convention: Convention) -> list[tu
     if name is None or adapter.is_torch or {option, "mask_shape", "mask_dtype"} <= convention.given:
         return [(convention, "")]
     readings = _readings(trial, role, convention)
-    alone = [x.tried(mask_replaces_causality=True) for x in readings if role == "mask" and x.causal]
+    over_pairs = (x for x in readings if role == "mask" and x.causal and "q" in x.mask_shape)  # others cannot contain causality
+    alone = [x.tried(mask_replaces_causality=True) for x in over_pairs]
     agreeing = next((x for x in (*readings, *alone) if _agrees(trial, x, role)), None)
     hiding = None if agreeing else next((x for x in readings if _hides(trial, x, role)), None)
     first = agreeing or hiding

@@ -7,12 +7,14 @@ then counts as not tried.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from itertools import combinations
+from operator import and_
 from typing import Any
 
 import numpy as np
 
-from attend.check.cases import CaseKind, CheckCase, Draw
+from attend.check.cases import LARGEST, CaseKind, CheckCase, Draw
 from attend.check.convention import Alignment
 from attend.spec_parts import Window
 from attend.tensors import Array
@@ -29,7 +31,7 @@ class Setting:
 
     def __and__(self, other: "Setting") -> "Setting":
         """Both values in one call."""
-        words = f"{self.words} with {other.words}"
+        words = f"{self.words}{' and ' if ' with ' in self.words else ' with '}{other.words}"
         return Setting(words, {**self.passed, **other.passed}, {**self.fields, **other.fields}, self.causal or other.causal)
 
     @property
@@ -56,7 +58,7 @@ def draw_parameter_cases(
     """
     queries, key_0, moves = draw.queries, np.arange(draw.queries) == 0, aligned == "bottom-right"
     with_key_0 = draw.mask(queries) | key_0  # so that a row has a key, whatever else is blocked
-    settings = [*_settings(draw, names)]
+    settings = [*draw_settings(draw, names)]
     for setting in settings:
         more = setting.of_case
         yield draw.case(setting.words, "plain", queries, **more)
@@ -79,14 +81,18 @@ def draw_parameter_cases(
             yield replace(draw.case(f"{setting.words} with packed sequences", "segments", queries, apart, **more), segments=segments)
             if "key_boundaries" in names and aligned is not None:
                 yield _packed(draw, f"{setting.words} with packed sequences and other lengths of keys", more, aligned)
-    for one, two in combinations(settings, 2):
-        yield draw.case((one & two).words, "plain", queries, **(one & two).of_case)
+    for together in together_in_sets(settings):
+        yield draw.case(together.words, "plain", queries, **together.of_case)
     if aligned is not None and "key" in draw.inputs:
         yield from _windows(draw, settings, aligned)
     if decodes and draw.causal and mask_of.get("padding") in ("mask", "padding") and "padding" not in draw.masks_alone:
         padded = draw.case("decoding with a padded key", "padding", queries, np.arange(queries) != 1, group="parameters")
         yield replace(padded, chunks=(2, 1, queries - 3))
     yield from _masks_beside(draw, names, mask_of, with_key_0)
+    if "mask" in mask_of and not (draw.spec.normalises_heads or draw.spec.softcap):
+        yield draw.case("large logits with a mask", "mask", queries, with_key_0, largest=LARGEST, group="parameters")
+    if "key_boundaries" in names and mask_of.get("segments") == "boundaries" and not draw.spec.positional and not draw.causal:
+        yield _one_without_queries(draw)
     if "numbers" in mask_of:
         numbers = draw.rng.uniform(-2, 2, (draw.items("numbers"), queries, queries))
         numbers = np.broadcast_to(numbers, (draw.batch, queries, queries))
@@ -130,13 +136,27 @@ def _packed(draw: Draw, name: str, more: Mapping[str, Any], aligned: Alignment) 
     return replace(case, visible=visible, segments=queries, key_segments=own)
 
 
+def _one_without_queries(draw: Draw) -> CheckCase:
+    """Three packed sequences, of which the second has keys and no queries."""
+    queries, keys = 1 + 2 * (np.arange(draw.queries) * 2 // draw.queries), 1 + np.arange(draw.lengths.keys) * 3 // draw.lengths.keys
+    of_items = [np.broadcast_to(x, (draw.batch, len(x))) for x in (queries, keys)]
+    packed = draw.case("packed sequences, one without queries", "segments", len(keys), queries[:, None] == keys, group="parameters")
+    return replace(packed, segments=of_items[0], key_segments=of_items[1])
+
+
 def _others(segments: Array, direction: int) -> Array:
     """How many rows of its sequence are after each row, or before it, if the direction is -1: [b, n]."""
     same = segments[:, :, None] == segments[:, None, :]
     return np.asarray((np.triu(same, 1) if direction > 0 else np.tril(same, -1)).sum(axis=-1))
 
 
-def _settings(draw: Draw, names: Mapping[str, str]) -> Iterator[Setting]:
+def together_in_sets(settings: Sequence[Setting]) -> Iterator[Setting]:
+    """Each two of the values in one call, each three, and so on."""
+    for count in range(2, len(settings) + 1):
+        yield from (reduce(and_, chosen) for chosen in combinations(settings, count))
+
+
+def draw_settings(draw: Draw, names: Mapping[str, str]) -> Iterator[Setting]:
     """A value for each parameter that changes the layer, and whether it makes the call causal."""
     spec = draw.spec
     if "causal" in names and not draw.causal:

@@ -73,7 +73,7 @@ def _add_weights(
     adapter: Adapter, spec: LayerSpec | None, found: Mapping[str, Array], heads: int | None, module: Any, seed: int
 ) -> Candidate:
     """The candidate with its spec and weights: those found in it, or those passed to a function."""
-    is_given, adapter = spec is not None, passing_window(adapter)
+    is_given, adapter = spec is not None, passing_window(adapter, spec)
     arguments = [role for role in adapter.roles if role not in CALL]  # weights that the candidate takes as arguments
     if arguments or not found:
         spec, adapter = _prepare_function(adapter, spec, found, arguments, heads, seed)

@@ -9,6 +9,7 @@ from attend.check.adapter import NO_PARAMETER, NO_POSITIONS
 from attend.check.calls import RAISED, CaseResult
 from attend.check.divergence import FirstWrongStep
 from attend.check.explanation import Explanation
+from attend.check.lengths import IN_GROUPS
 from attend.check.low_precision import HALF
 from attend.spec import LayerSpec
 
@@ -152,6 +153,7 @@ class Comparison:
         if not self.keys:
             return ""
         widths = f", heads of {self.widths[0]} to {self.widths[-1]} numbers" if len(self.widths) > 1 else ""
+        widths += ", groups of heads" if any(x.case == IN_GROUPS and x.agrees for x in self.results) else ""
         gradients = f", gradients{' in float32' if self.dtype in HALF else ''} too"
         given = gradients if any(x.case == "gradients" and x.agrees for x in self.results) else ""
         given += f", and with {_listed(self.tried)}" if self.tried else ""

@@ -59,10 +59,11 @@ FUNCTIONS: dict[Like, KnownFunction] = {
         "torch's scaled_dot_product_attention",
         r"torch\..*\.scaled_dot_product_attention",
         {**HEADS_SECOND, "mask_means": "attend"},
-        {"query": "query", "key": "key", "value": "value", "attn_mask": "mask", "is_causal": "causal", "scale": "scale"},
+        {"query": "query", "key": "key", "value": "value", "attn_mask": "mask", "is_causal": "causal", "scale": "scale"}
+        | {"enable_gqa": "groups"},
         "top-left",
         adds_numbers=True,
-        others=("dropout_p", "enable_gqa"),
+        others=("dropout_p",),
     ),
     "flex_attention": KnownFunction("flex_attention", r"torch\..*\.flex_attention", HEADS_SECOND, {"block_mask": "unused"}),
     "jax": KnownFunction(

@@ -301,7 +301,7 @@ def _axes(prepared: Candidate, convention: Convention) -> Iterator[Convention]:
             yield from mask_conventions(role, convention)
     if prepared.adapter.heads_given:
         for layout, batched in product(get_args(Layout), (True, False)):
-            if (layout, batched) != ("b,h,n,d", True):
+            if (layout, batched) != (convention.layout, convention.batched):
                 yield convention.tried(layout=layout, batched=batched)
     else:
         yield convention.tried(batch_first=not prepared.adapter.batch_first)

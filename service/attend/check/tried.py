@@ -8,6 +8,7 @@ import numpy as np
 
 from attend.check.convention import OF_MASKS, Convention
 from attend.check.mask_meaning import meanings_of_mask
+from attend.check.signatures import FUNCTIONS
 from attend.check.trial import Trial
 from attend.check.windows import window_in_words
 from attend.spec import LayerSpec
@@ -78,7 +79,9 @@ def _words(before: Convention, after: Convention) -> Iterator[str]:
             else "it takes one query, [h,d], and keys [n,h,d]"
         )
     elif after.layout != before.layout:
-        yield f"its axes are [{after.layout}]"
+        yield f"its axes are [{after.layout}]" + (
+            f", not [{before.layout}] as those of {FUNCTIONS[after.like].title}" if after.like else ""
+        )
     if after.batched != before.batched and not after.takes_one_query:
         yield "it takes one item, without a batch"
     if after.batch_first != before.batch_first and after.batch_first is not None:

@@ -29,12 +29,14 @@ def with_and_without_window(candidate: Any, prepared: Candidate, convention: Con
     return [*windows, without] if type(default) is int and default > 1 else [without, *windows]
 
 
-def passing_window(adapter: Adapter) -> Adapter:
-    """The adapter of which each call passes the size of the convention's window, if a parameter is that."""
+def passing_window(adapter: Adapter, spec: LayerSpec | None) -> Adapter:
+    """The adapter of which each call passes the size of the convention's window, or of the layer's, if a parameter is that."""
     names = [parameter.name for parameter in _sizes_in(adapter)]
-    if adapter.convention.window is None or not names:
+    of_layer = [(interval.left, interval.right) for interval in spec.intervals] if spec is not None else []
+    left, right = adapter.convention.window or next(iter(of_layer), (None, None))
+    if left is None or not names:
         return adapter
-    function = partial(adapter.function, **dict.fromkeys(names, KEYS))
+    function = partial(adapter.function, **dict.fromkeys(names, left + 1 + (right or 0)))
     return replace(adapter, function=function, others=tuple(name for name in adapter.others if name not in names))
 
 
