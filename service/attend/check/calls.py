@@ -175,7 +175,6 @@ class Calls:
             return CaseResult(case.name, skipped=reason, untried=untried, impossible=impossible)
         if (seconds := self._seconds_of(case.call)) > MOST_SECONDS:
             return CaseResult(case.name, skipped=f"it would take about {seconds:.0f} s")
-        changed = adapter.changed_by(case.call)
         if case.group == "lengths" and (names := [name for role in case.passed if (name := adapter.roles[role]) in self.refused]):
             return CaseResult(case.name, skipped=f"it refused {', '.join(names)} before")
         try:
@@ -187,6 +186,7 @@ class Calls:
             if not case.may_raise and adapter.mask_role(case.kind) != "causal":  # a flag may be refused, too
                 self.failures.append(Failure(case, str(failure)))
                 return CaseResult(case.name, np.inf, raised=str(failure))
+            changed = adapter.changed_by(case.call)
             together = (case.kind == "plain" or case.chunks) and changed <= self.tried.keys()  # values that it took in other calls
             is_optional = case.views or case.group == "groups"  # no parameter promises these
             self.refused |= {} if together or is_optional else {name: str(failure) for name in changed}
@@ -197,7 +197,8 @@ class Calls:
             reason = UNDEFINED["numbers" if case.kind == "numbers" else "flag"]
             return CaseResult(case.name, skipped=reason, untried=not adapter.is_torch)
         self.slowest = max(self.slowest, (_pairs(case.call), compared.seconds))
-        self.tried |= dict.fromkeys(changed)
+        if not self.tried.keys() >= {*adapter.roles.values()}:
+            self.tried |= dict.fromkeys(adapter.changed_by(case.call))
         self.keys = max(self.keys, case.key.shape[1])
         self.widths.add(compared.right.spec.head_dim)
         self.compared.append(compared)

@@ -202,24 +202,23 @@ CALL = {  # role of a parameter of the call -> its usual names, in lower case
     "average": "average_attn_weights",
     "groups": "enable_gqa",  # whether several heads may share a key head
 }
-WEIGHTS = {  # besides q_proj, W_q, wq, w_qs, query, queries, to_q, q_lin, linear_q, fc_out, b_o, bias_q, qkv_proj, …
+OF_OPERATORS = tuple(name.partition(".")[0] for operator in OPERATORS for name in operator.axes)  # whose names mean themselves
+# Role of a weight -> its names besides q_proj, W_q, wq, w_qs, query, queries, to_q, q_lin, linear_q, fc_out, b_o, bias_q, qkv_proj, …
+WEIGHTS = dict.fromkeys(OF_OPERATORS, "") | {
     "in_proj": "in_proj c_attn",  # query, key and value in this order
     "output": "c_proj dense proj projection fc unify_heads combine_heads",
-    "query_norm": "query_norm q_norm query_layernorm q_layernorm",
-    "key_norm": "key_norm k_norm key_layernorm k_layernorm",
-    "gate": "gate gate_proj g_proj",
+    "query_norm": "q_norm query_layernorm q_layernorm",
+    "key_norm": "k_norm key_layernorm k_layernorm",
+    "gate": "gate_proj g_proj",
     "query": "q_b_proj",
-    "query_down": "query_down q_a_proj",
-    "query_down_norm": "query_down_norm q_a_layernorm",
-    "key_value_down": "key_value_down",
-    "key_value_down_norm": "key_value_down_norm kv_a_layernorm",
-    "rope_key": "rope_key",
+    "query_down": "q_a_proj",
+    "query_down_norm": "q_a_layernorm",
+    "key_value_down_norm": "kv_a_layernorm",
     "kv_a": "kv_a_proj_with_mqa",  # DeepSeek's: key_value_down and rope_key
     "kv_b": "kv_b_proj",  # DeepSeek's: key and value
-    "head_norm": "head_norm subln",
-    "relative_bias": "relative_bias relative_attention_bias",
+    "head_norm": "subln",
+    "relative_bias": "relative_attention_bias",
 }
-WEIGHTS |= {role: role for operator in OPERATORS for name in operator.axes if (role := name.partition(".")[0]) not in WEIGHTS}
 ROPE_TABLES = frozenset(("cosines", "sines", "cosines_and_sines", "turns"))  # roles of what is made of the angles of RoPE
 KNOWN_DEFAULTS: dict[str, Callable[[Any], bool]] = {  # with another default, the parameter of this name may mean something else
     "scale": lambda default: default in (None, inspect.Parameter.empty),
@@ -227,7 +226,7 @@ KNOWN_DEFAULTS: dict[str, Callable[[Any], bool]] = {  # with another default, th
     "window": lambda default: isinstance(default, tuple | list) and len(default) == 2,  # (left, right), as in FlashAttention
     **dict.fromkeys(ROPE_TABLES, lambda default: default is inspect.Parameter.empty),
 }
-_CALL, _WEIGHTS = by_name(CALL), by_name(WEIGHTS)
+_CALL, _WEIGHTS = by_name(CALL), by_name(WEIGHTS) | dict(zip(OF_OPERATORS, OF_OPERATORS, strict=True))
 _PROJECTION = re.compile(
     r"(?:(?:w|b|weight|bias|linear|lin|fc|to)_?)?"
     r"(?P<role>qkv|query_key_value|kv|queries|query|q|keys?|k|values?|v|output|out|o)s?"
