@@ -306,7 +306,6 @@ def _scaled(case: CheckCase, spec: LayerSpec, weights: Mapping[str, Array], dtyp
 
 def _highest_score(case: CheckCase, spec: LayerSpec, weights: Mapping[str, Array]) -> float:
     """That of the first queries."""
-    rows = slice(0, ENOUGH_QUERIES)
-    numbers = None if case.numbers is None else case.numbers[:, rows]
-    few = replace(case, query=case.query[:, rows], visible=case.visible[:, rows], numbers=numbers)
-    return float(scores(few.layer(spec), weights, **few.arguments).max())
+    rows: dict[str, Any] = {"query": case.query, "attend_mask": case.visible, "bias": case.numbers}
+    few = {name: None if x is None else x[:, :ENOUGH_QUERIES] for name, x in rows.items()}
+    return float(scores(case.layer(spec), weights, **case.arguments | few).max())

@@ -70,7 +70,7 @@ def _kind(role: str, convention: Convention) -> CaseKind:
 
 def _case(trial: Trial, convention: Convention, role: str) -> CheckCase | None:
     """The first case with such a mask."""
-    return next((case for case in trial.short_cases(trial.prepare(convention)) if case.kind == _kind(role, convention)), None)
+    return next((case for case in trial.cases_of(trial.prepare(convention)) if case.kind == _kind(role, convention)), None)
 
 
 def _agrees(trial: Trial, convention: Convention, role: str) -> bool:
@@ -82,7 +82,7 @@ def _agrees(trial: Trial, convention: Convention, role: str) -> bool:
 def _hides(trial: Trial, convention: Convention, role: str) -> bool:
     """Whether a key that the mask blocks changes no row, and one that it does not block changes the last."""
     prepared = trial.prepare(convention)
-    case = next(iter(trial.short_cases(prepared)))
+    case = trial.first_case(prepared)
     kept = np.broadcast_to(np.arange(case.key.shape[1]) != 1, case.mask.shape)
     case = replace(case, kind=_kind(role, convention), mask=kept, visible=kept & case.own)
     with suppress(CallFailed, ValueError):

@@ -60,11 +60,12 @@ class Trial:
         self.prepared.append((convention, prepared))
         return prepared
 
-    def short_cases(self, prepared: Candidate) -> Iterable[CheckCase]:
-        """The short cases for a candidate, which are the same for all that they are drawn for alike."""
-        return self._drawn(prepared, "short")
+    def first_case(self, prepared: Candidate) -> CheckCase:
+        """The first of its cases."""
+        return next(iter(self.cases_of(prepared)))
 
-    def _drawn(self, prepared: Candidate, group: Group) -> Iterable[CheckCase]:
+    def cases_of(self, prepared: Candidate, group: Group = "short") -> Iterable[CheckCase]:
+        """The cases for a candidate, which are the same for all that they are drawn for alike."""
         draw = prepared.draw(self.seed)
         key = group, id(draw.weights), draw.dtype, draw.causal, draw.at_end, *draw.inputs, *draw.masks_per_item, None, *draw.masks_alone
         key = *key, prepared.adapter.convention.takes_one_query, prepared.adapter.convention.batched
@@ -155,7 +156,7 @@ class Trial:
         adapter = prepared.adapter
         optional = {name: "unused" for role, name in adapter.roles.items() if role in ("key", "value") and role not in adapter.required}
         try:
-            self.output(prepared, next(iter(self.short_cases(prepared))))
+            self.output(prepared, self.first_case(prepared))
         except CallFailed:
             if "page_table" in adapter.roles:
                 return reading.tried(paged=True)
@@ -195,7 +196,7 @@ class Trial:
     def _with_causality(self, convention: Convention) -> Convention:
         """Causal if the last row depends on the key before, and the first rows not on the last key. CallFailed: it cannot be called."""
         prepared = self.prepare(convention)
-        case = next(iter(self.short_cases(prepared)))
+        case = self.first_case(prepared)
         before = self.output(prepared, case)
         if "causal" in convention.given or before.shape[:2] != case.query.shape[:2]:
             return convention
@@ -211,7 +212,7 @@ class Trial:
         prepared = self.prepare(convention)
         if convention.dtype is not None or prepared.module is not None or prepared.adapter.dtype != "float64":
             return False
-        case = next(iter(self.short_cases(prepared)))
+        case = self.first_case(prepared)
         moved = {name: getattr(case, name) * (1 + UNSEEN) for name in ("query", "key", "value")}
         with suppress(CallFailed, ValueError):
             before = self.output(prepared, case)
@@ -224,7 +225,7 @@ class Trial:
         if (first := next(self._cases(prepared), None)) is None:
             return 0
         if not self.agrees(prepared, first):
-            return NOTHING_AGREES + any(self.agrees(prepared, case) for case in self._drawn(prepared, "one row"))
+            return NOTHING_AGREES + any(self.agrees(prepared, case) for case in self.cases_of(prepared, "one row"))
         if self._all_agree(prepared):
             return ALL_AGREE
         return ALL_AGREE - 1 if self._takes_all(prepared) else ALL_AGREE - 2
@@ -237,7 +238,7 @@ class Trial:
     def _cases(self, prepared: Candidate) -> Iterator[CheckCase]:
         """The short cases that it can be called on and that depend on no meaning of a mask."""
         adapter = prepared.adapter
-        for case in self.short_cases(prepared):
+        for case in self.cases_of(prepared):
             if not (case.chunks or case.name == "large logits" or adapter.skip_reason(case) or adapter.mask_role(case.kind) in OF_MASKS):
                 yield case
 
@@ -280,7 +281,7 @@ class Trial:
             return convention
         at_start = convention.tried(query_offset="start")
         prepared = self.prepare(at_start)
-        case = next((case for case in self.short_cases(prepared) if case.name == "cross-attention"), None)
+        case = next((case for case in self.cases_of(prepared) if case.name == "cross-attention"), None)
         with suppress(CallFailed, ValueError):
             if case is not None:
                 before, after = (self.output(prepared, x) for x in (case, perturbed(case, -1, prepared)))

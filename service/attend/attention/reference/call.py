@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -139,7 +140,7 @@ class ReferenceCall:
         return indices
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Masks:
     """What masks, lengths, segments and positions leave to each query."""
 
@@ -150,6 +151,10 @@ class Masks:
 
     def visible(self) -> Array:
         """To be broadcast to [b, h, q, k]."""
+        return self._visible
+
+    @cached_property
+    def _visible(self) -> Array:
         call, spec = self.call, self.spec
         blocked: Array = call.blocked_by_masks() | (call.blocked_keys() | call.other_segments())[:, None]
         if call.bias is not None:
