@@ -1,26 +1,17 @@
 """The function that a candidate is called by, its parameters, and what they mean."""
 
 import inspect
-import sys
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from attend.check.adapter import Adapter
 from attend.check.arrays import dtype_of, is_module
-from attend.check.convention import Convention, Polarity, find_roles, other_parameters
-from attend.check.signatures import FUNCTIONS, known_arguments
+from attend.check.convention import Convention, find_roles, other_parameters
+from attend.check.signatures import FUNCTIONS, known_arguments, of_torch
 
 
 def make_adapter(candidate: Any, convention: Convention, framework: str, heads: int | None) -> Adapter:
     """The adapter of an instance or function. ValueError: its parameters or masks are ambiguous."""
-    torch = sys.modules.get("torch")
-    polarity: Polarity | None = None  # of torch's own masks, which may also be numbers
-    if torch is not None and candidate is torch.nn.functional.scaled_dot_product_attention:
-        polarity = "attend"
-    elif torch is not None and isinstance(candidate, torch.nn.MultiheadAttention):
-        polarity = "block"
-    convention = replace(convention, mask_means=convention.mask_means or polarity, padding_means=convention.padding_means or polarity)
     function, signature = _function_and_signature(candidate, convention)
     roles = find_roles(signature, known_arguments(convention, signature))
     first = next(iter(candidate.parameters()), None) if is_module(candidate) else None
@@ -36,7 +27,7 @@ def make_adapter(candidate: Any, convention: Convention, framework: str, heads: 
         device=convention.device if first is None else first.device,
         batch_first=(getattr(candidate, "batch_first", True) if convention.batch_first is None else convention.batch_first) is not False,
         heads=heads or 1,
-        is_torch=polarity is not None,
+        is_torch=of_torch(candidate),
         may_add_numbers=roles.get("mask") == "attn_mask" and not signature.parameters.keys().isdisjoint(FUNCTIONS["sdpa"].settings),
         others=other_parameters(signature, roles),
     )

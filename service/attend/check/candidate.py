@@ -48,8 +48,7 @@ class Candidate:
     def called_by(self, convention: Convention) -> "Candidate":
         """The same candidate, called by a convention that differs in OF_CALLS alone."""
         of_calls = {name: getattr(convention, name) for name in OF_CALLS}
-        changed = {name: value for name, value in of_calls.items() if value is not None or not name.endswith("_means")}  # torch's own stay
-        return replace(self, adapter=replace(self.adapter, convention=replace(self.adapter.convention, **changed)))
+        return replace(self, adapter=replace(self.adapter, convention=replace(self.adapter.convention, **of_calls)))
 
     def draw_cases(self, seed: int, groups: Collection[Group] = GROUPS, lengths: Lengths | None = None) -> Iterator[CheckCase]:
         """The cases of these groups; the adapter cannot call the candidate on those with a `skip_reason`."""

@@ -6,6 +6,7 @@ that has the name and the parameters of torch's function, is like that one, but 
 
 import inspect
 import re
+import sys
 from collections.abc import Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -107,8 +108,21 @@ FUNCTIONS: dict[Like, KnownFunction] = {
 TORCH_NAMES = frozenset(("attn_mask", "dropout_p", "is_causal"))  # only scaled_dot_product_attention of torch has all of them
 
 
+def of_torch(candidate: Any) -> bool:
+    """Whether it is torch's own function or module, whose masks may also be numbers."""
+    torch = sys.modules.get("torch")
+    return _is_multihead(candidate) or (torch is not None and candidate is torch.nn.functional.scaled_dot_product_attention)
+
+
+def _is_multihead(candidate: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and issubclass(candidate if isinstance(candidate, type) else type(candidate), torch.nn.MultiheadAttention)
+
+
 def with_signature(candidate: Any, convention: Convention) -> Convention:
-    """The convention with the options that `like` stands for, or the name of a known function; those that are given stay."""
+    """The convention with the options that `like` stands for, or the name of a known function or class; those that are given stay."""
+    if _is_multihead(candidate):
+        convention = convention.tried(mask_means="block", padding_means="block")
     function = getattr(candidate, "func", candidate)  # of a partial function
     path = f"{getattr(function, '__module__', '')}.{getattr(function, '__name__', '')}"
     name = path.rpartition(".")[2]
