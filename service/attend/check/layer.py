@@ -12,7 +12,6 @@ from typing import Any, ClassVar, TypeVar, cast
 import numpy as np
 
 from attend.attention.dataflow import needed
-from attend.attention.operators.qk_norm import QKNorm, normalise
 from attend.attention.operators.sinks import sum_with_sinks
 from attend.attention.operators.step import Step
 from attend.attention.program import sections_of
@@ -71,7 +70,7 @@ def reused(*uses: str) -> Callable[[F], F]:
 
 
 ARITHMETIC = frozenset(name for name in vars(NumpyArithmetic) if not name.startswith("_"))
-STEPS = ARITHMETIC | {"compute", "norm", "norm_weight", "rotate"}  # what steps use
+STEPS = ARITHMETIC | {"compute", "rotate"}  # what steps use
 
 
 class Layer(NumpyArithmetic):
@@ -150,10 +149,8 @@ class Layer(NumpyArithmetic):
             values |= zip(step.writes, (result,) if len(step.writes) == 1 else result, strict=True)
 
     def compute(self, step: Step, reads: Sequence[Any]) -> Any:
-        """What a step returns; norms and RoPE of heads have methods of their own."""
+        """What a step returns; RoPE of heads has a method of its own."""
         verb, _, role = step.name.partition("_")
-        if verb == "norm" and role in CAUSES and self.spec.qk_norm is not None:
-            return self.norm(reads[0], role, self.spec.qk_norm)
         if verb == "rotate" and role in CAUSES:
             return self.rotate(reads[0], role, reads[1])
         return self._computed(step, *reads)
@@ -181,14 +178,6 @@ class Layer(NumpyArithmetic):
     def heads_at(self, stage: str, heads: Mapping[str, Array]) -> Mapping[str, Array]:
         """The heads of queries, keys and values as they are "projected", before RoPE, and "attended", as scores are computed of them."""
         return heads
-
-    @reused(*ARITHMETIC, "norm_weight")
-    def norm(self, x: Array, name: str, norm: QKNorm) -> Array:
-        """The norm of heads of queries, keys or values."""
-        return np.asarray(normalise(self, x, norm=norm, name="" if name == "value" or norm.weights == "none" else f"{name}_norm"))
-
-    def norm_weight(self, name: str, otherwise: float) -> Array:
-        return self.weights[name][..., None, :] if name in self.weights else np.asarray(otherwise)
 
     @reused(*STEPS)
     def at_positions(self, q: Array, k: Array) -> tuple[Array, Array]:
