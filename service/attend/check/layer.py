@@ -70,7 +70,7 @@ def reused(*uses: str) -> Callable[[F], F]:
 
 
 ARITHMETIC = frozenset(name for name in vars(NumpyArithmetic) if not name.startswith("_"))
-STEPS = ARITHMETIC | {"compute", "rotate"}  # what steps use
+STEPS = ARITHMETIC | {"compute"}  # what steps use
 
 
 class Layer(NumpyArithmetic):
@@ -149,17 +149,15 @@ class Layer(NumpyArithmetic):
             values |= zip(step.writes, (result,) if len(step.writes) == 1 else result, strict=True)
 
     def compute(self, step: Step, reads: Sequence[Any]) -> Any:
-        """What a step returns; RoPE of heads has a method of its own."""
-        verb, _, role = step.name.partition("_")
-        if verb == "rotate" and role in CAUSES:
-            return self.rotate(reads[0], role, reads[1])
-        return self._computed(step, *reads)
-
-    def _computed(self, step: Step, *reads: Any) -> Any:
-        """What the step computes, which depends on nothing else of the call."""
+        """What a step returns, which depends on nothing else of the call."""
         if self.replaced.isdisjoint(ARITHMETIC):
             return self.known.result(lambda: step.compute(self, *reads), self.made_of[1], step, *reads)
         return step.compute(self, *reads)
+
+    def again(self, name: str, x: Array) -> Array:
+        """What the step of this name makes of x, in place of the first value that it reads."""
+        step = next(step for steps in self.steps.values() for step in steps if step.name == name)
+        return np.asarray(self.compute(step, [x, *(self.values[name] for name in step.reads[1:])]))
 
     @reused()
     def repeat_kv_heads(self, x: Array, heads: int = 0) -> Array:
@@ -185,13 +183,6 @@ class Layer(NumpyArithmetic):
         values = self.values | {"query_projection": q, "key_projection": k}
         self.run(self.steps["positioned heads"], values)
         return values["query_projection"], values["key_projection"]
-
-    def rotate(self, x: Array, name: str, positions: Array) -> Array:
-        """Queries or keys at their positions."""
-        for step in self.steps["positioned heads"]:
-            if step.name == f"rotate_{name}":
-                x = self._computed(step, x, positions, self.values["frequencies"])
-        return x
 
     # Scores and weights: [b, h, q, k]
 

@@ -103,7 +103,7 @@ def _of_values(step: Step) -> StepMistake:
     """What is done to the keys done to the values, too."""
 
     def changed(layer: Layer, heads: Mapping[str, Array]) -> Mapping[str, Array]:
-        return {"value": layer.compute(step, [heads["value"], *(layer.values[name] for name in step.reads[1:])])}
+        return {"value": layer.again(step.name, heads["value"])}
 
     words = f"{_the(step, ('key',))} is applied to the values, too"
     formula = step.formula.partition(",")[0]

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from attend.check.changes import Change, impossible, only_if, replace_steps
+from attend.check.changes import Change, at_steps, impossible, only_if, replace_steps
 from attend.check.computation import Computation
 from attend.check.layer import Layer
 from attend.check.mistakes.mistake import Mistake, computing
@@ -64,10 +64,8 @@ def restart_positions(names: tuple[str, ...], length: Callable[[Computation], in
         calls = Calls(c)
         shift = calls.with_cache(length(c) - calls.start, 0 * calls.start)
 
-        def rotate(layer: Layer, x: Array, name: str, positions: Array) -> Array:
-            return c.layer.rotate(layer, x, name, positions + shift if name in names else positions)
-
-        return replace_steps(rotate=rotate)(c)
+        steps = [f"rotate_{name}" for name in names]
+        return at_steps(steps, lambda compute, x, positions, *others: compute(x, positions + shift, *others))(c)
 
     return only_if(lambda c: c.case.chunks and c.spec.rope, change)
 
@@ -82,7 +80,7 @@ def rotate_again(times: Callable[[Array], Array]) -> Change:
         def raw_scores(layer: Layer, q: Array, k: Array) -> Array:
             scores = c.layer.raw_scores(layer, q, k)
             for n in range(1, more.max() + 1):
-                k = layer.rotate(k, "key", layer.values["key_coordinates"])
+                k = layer.again("rotate_key", k)
                 scores = np.where(more == n, c.layer.raw_scores(layer, q, k), scores)
             return scores
 

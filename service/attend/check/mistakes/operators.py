@@ -2,16 +2,16 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 
 from attend.attention.operators import OPERATORS
 from attend.attention.operators.alibi import slopes
-from attend.attention.operators.rope import frequencies
+from attend.attention.operators.rope import Rope, frequencies
 from attend.attention.program import sections_of
-from attend.check.changes import Change, at_step, at_steps, change_part, change_spec, impossible, map_weights, only_if, replace_steps
+from attend.check.changes import Change, at_step, at_steps, change_part, change_spec, impossible, map_weights, only_if
 from attend.check.computation import Computation
-from attend.check.layer import Layer
 from attend.check.low_precision import to_precision
 from attend.check.mistakes.mistake import Mistake, computing
 from attend.tensors import Array
@@ -49,9 +49,7 @@ def rope_as(
     `other_pairs`: numbers have the angles f0 f0 f1 f1 … of neighbours where those of halves fit, f0 f1 … f0 f1 …, or the reverse.
     """
 
-    def rotate(layer: Layer, x: Array, name: str, positions: Array) -> Array:
-        rope = layer.spec.rope
-        assert rope is not None
+    def rotate(rope: Rope, compute: Any, x: Array, positions: Array, *others: Any) -> Array:
         dims, rotated = rope.dims or x.shape[-1], x.copy()
         of_pairs = np.array(frequencies(rope, dims)) if frequency is None else frequency(rope.theta, dims)
         of_numbers = np.repeat(of_pairs, 2) if rope.interleaved is not other_pairs else np.tile(of_pairs, 2)
@@ -62,7 +60,13 @@ def rope_as(
             rotated[..., at] = rope.attention_factor * (x[..., at] * cos(angles) + factor * x[..., partner] * sin(angles))
         return rotated
 
-    return only_if(lambda c: c.spec.rope and not c.spec.rope.axes and c.spec.num_softmaxes == 1, replace_steps(rotate=rotate))
+    def change(c: Computation) -> Computation:
+        rope = c.spec.rope
+        if rope is None or rope.axes or c.spec.num_softmaxes > 1:
+            impossible()
+        return at_steps(("rotate_query", "rotate_key"), partial(rotate, rope))(c)
+
+    return change
 
 
 FREQUENCIES: dict[str, Callable[[float, int], Array]] = {
