@@ -1,6 +1,7 @@
 """What names and options leave open is found by calls, and no mistake is taken for a convention."""
 
 import itertools
+from functools import partial
 
 import numpy as np
 import pytest
@@ -563,3 +564,33 @@ def test_rows_that_keep_their_own_input_are_not_taken_for_causal_ones():
 
     comparison = compare(lambda x, cu_seqlens: packed(x, x, x, cu_seqlens), batched=False, framework="numpy", longest=7)
     assert not comparison.agrees and not comparison.conventions
+
+
+def optional_window(q, k, v, scale=None, window_size=None, more=0):
+    """The last query is at the last key."""
+    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    ahead = torch.arange(k.shape[2]) - torch.arange(q.shape[2])[:, None] - (k.shape[2] - q.shape[2])
+    blocked = ahead > 0 if window_size is None else (ahead > 0) | (ahead <= -window_size - more)
+    return scores.masked_fill(blocked, -torch.inf).softmax(-1) @ v
+
+
+def test_an_optional_window_of_a_function_is_tried():
+    comparison = compare(optional_window, framework="torch", longest=65)
+    assert comparison.tried == ("scale", "window_size") and comparison.parameters == ("more",), f"\n{comparison}"
+    wrong = compare(partial(optional_window, more=1), framework="torch", longest=65)
+    assert "window_size" in wrong.parameters, f"\n{wrong}"
+    spec = LayerSpec(d_model=30, num_heads=3, projections=False, window={"left": 6, "right": 0})
+    assert compare(optional_window, spec=spec, framework="torch", longest=65).agrees
+    assert compare(partial(optional_window, more=1), spec=spec, framework="torch", longest=65).first.mistakes == (
+        "the window has one key more",
+    )
+
+
+def test_sinks_that_a_function_takes_are_drawn():
+    def with_sinks(q, k, v, sinks):
+        scores = q @ k.mT * q.shape[-1] ** -0.5
+        beside = sinks.reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        return torch.cat((scores, beside), -1).softmax(-1)[..., :-1] @ v
+
+    comparison = compare(with_sinks, framework="torch", longest=7)
+    assert comparison.is_complete and "it has sinks" in comparison.conventions, f"\n{comparison}"

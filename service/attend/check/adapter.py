@@ -18,6 +18,7 @@ from attend.check.arguments import MASKS, Arguments
 from attend.check.arrays import as_float64, compiled, describe, dtype_of
 from attend.check.cases import CheckCase
 from attend.check.computation import RELATIVE
+from attend.check.constructor import meaning_of
 from attend.check.convention import Alignment
 from attend.check.signatures import FUNCTIONS, TORCH_NAMES
 from attend.tensors import Array
@@ -61,9 +62,10 @@ class Adapter(Arguments):
 
     @property
     def may_take_more(self) -> bool:
-        """Whether a parameter of unknown meaning that is None by default, or *args and **kwargs, may be a mask."""
+        """Whether a parameter that is None by default and whose name is not that of a size, or *args and **kwargs, may be a mask."""
         variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-        return any(x.kind in variadic or (name in self.others and x.default is None) for name, x in self.signature.parameters.items())
+        unknown = {name for name in self.others if meaning_of(name) is None}
+        return any(x.kind in variadic or (name in unknown and x.default is None) for name, x in self.signature.parameters.items())
 
     @property
     def adds_numbers(self) -> bool:

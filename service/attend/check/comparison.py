@@ -32,6 +32,7 @@ from attend.check.signatures import FUNCTIONS, function_like, with_signature
 from attend.check.sizes import in_other_sizes
 from attend.check.tried import Tried, try_conventions
 from attend.check.unnamed import with_weights
+from attend.check.windows import with_windows
 from attend.spec import LayerSpec
 
 CHANGING = "a second call with the same inputs returns other numbers: dropout is active, or a call leaves something behind for the next one"
@@ -110,6 +111,9 @@ def _call_on_all(prepared: Candidate, seed: int, longest: int) -> Calls:
         for name in prepared.adapter.others:
             if called.agree and _changes_nothing(prepared, name, seed, longest):
                 called.tried[name] = None
+        for name, windowed in with_windows(prepared):
+            if called.agree and _is_right(windowed, seed, longest):
+                called.tried[name] = None
     convention = prepared.adapter.convention
     if convention.mask_replaces_causality and "mask_replaces_causality" not in convention.given:
         name = f"causality beside {prepared.adapter.roles['mask']}"
@@ -134,10 +138,15 @@ def _changes_nothing(prepared: Candidate, name: str, seed: int, longest: int) ->
     default = parameter.default if (parameter := adapter.signature.parameters.get(name)) else None
     if type(default) is not int or default < 2:
         return False
-    halved = replace(prepared, adapter=replace(adapter, function=partial(adapter.function, **{name: default // 2})))
-    cases = [case for case in halved.draw_cases(seed, ("short", "long")) if case.key.shape[1] <= min(longest, 257)]
+    halved = replace(adapter, function=partial(adapter.function, **{name: default // 2}))
+    return _is_right(replace(prepared, adapter=halved), seed, longest)
+
+
+def _is_right(candidate: Candidate, seed: int, longest: int) -> bool:
+    """Whether it agrees in the short and long calls, which pass none of its further parameters."""
+    cases = [case for case in candidate.draw_cases(seed, ("short", "long")) if case.group == "short" or case.key.shape[1] <= longest]
     with suppress(CallFailed, NoCache):
-        return all(call(halved, case).wrong is None for case in cases if not adapter.skip_reason(case.call))
+        return all(call(candidate, case).wrong is None for case in cases if not candidate.adapter.skip_reason(case.call))
     return False
 
 

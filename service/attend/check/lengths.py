@@ -133,7 +133,7 @@ def _wide(draw: Draw) -> Iterator[CheckCase]:
 def draw_groups(draw: Draw, roles: Mapping[str, str]) -> Iterator[CheckCase]:
     """Heads in groups that share a key and a value, which a function need not take: with several queries, one, and a causal flag."""
     heads, kv_heads = GROUPS
-    if draw.spec.num_heads != draw.spec.num_kv_heads or "heads" in roles:
+    if draw.spec.num_heads != draw.spec.num_kv_heads or draw.weights or "heads" in roles:
         return
     try:
         spec = resized(draw.spec, heads, kv_heads, draw.spec.head_dim)

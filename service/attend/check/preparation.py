@@ -24,6 +24,7 @@ from attend.check.loading import load_candidate
 from attend.check.rope_tables import with_rope
 from attend.check.weights import complete_weights, distance_of_biases, eps_of_norms, is_matrix, multi_head, plain_spec, read_weights
 from attend.check.windows import passing_window, with_window
+from attend.checkpoints.reader import FLAGS, WITH_WEIGHTS
 from attend.spec import LayerSpec
 from attend.spec_parts import PROJECTIONS
 from attend.tensors import Array
@@ -123,7 +124,8 @@ def _prepare_function(
     heads = 1 if convention.layout == "b,n,d" and not projects else heads or 3
     if spec is None:
         bias = {name: f"{name}.bias" in arguments for name in PROJECTIONS}
-        spec = multi_head(convention.d_model, heads, projections=projects, bias=bias if projects else False)
+        with_weights = {field: True for field in FLAGS if WITH_WEIGHTS[field] in arguments}
+        spec = multi_head(convention.d_model, heads, projections=projects, bias=bias if projects else False, **with_weights)
     if spec.projections > projects:
         raise ValueError("found no weights of projections: pass weights={…}, arguments={…}, or a spec with projections false")
     rng = np.random.default_rng(seed)

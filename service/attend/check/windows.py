@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 from attend.check.adapter import Adapter
@@ -38,6 +39,16 @@ def passing_window(adapter: Adapter, spec: LayerSpec | None) -> Adapter:
         return adapter
     function = partial(adapter.function, **dict.fromkeys(names, left + 1 + (right or 0)))
     return replace(adapter, function=function, others=tuple(name for name in adapter.others if name not in names))
+
+
+def with_windows(prepared: Candidate) -> Iterator[tuple[str, Candidate]]:
+    """A parameter of calls that is the size of a window, if the layer has none, and the candidate with each window that it may be."""
+    adapter = prepared.adapter
+    if not prepared.spec.positional:
+        for parameter, window in product(_sizes_in(adapter), WINDOWS):
+            convention = replace(adapter.convention, window=window)
+            windowed = passing_window(replace(adapter, convention=convention), None)
+            yield parameter.name, replace(prepared, adapter=windowed, spec=with_window(prepared.spec, convention))
 
 
 def with_window(spec: LayerSpec, convention: Convention) -> LayerSpec:
