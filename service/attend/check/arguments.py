@@ -28,19 +28,8 @@ MASKS: dict[str, tuple[tuple[str, ...], str]] = {
 }
 OPTIONAL = frozenset(  # roles of parameters that are passed only where a case is about them
     (
-        "mask",
-        "padding",
-        "lengths",
-        "segments",
-        "boundaries",
-        "page_table",
-        "cache",
-        "use_cache",
-        "causal",
-        "scale",
-        "softcap",
-        "window",
-        "groups",
+        *("mask", "padding", "lengths", "segments", "boundaries", "page_table", "cache", "use_cache"),
+        *("causal", "scale", "softcap", "window", "groups"),
     )
 )
 

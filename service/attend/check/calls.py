@@ -157,8 +157,6 @@ class Calls:
             return
         if required is None and self.alignments and case.query.shape[1] < case.key.shape[1]:
             required = self.alignments[0]  # of shorter calls
-        if required is None and self.alignments and case.query.shape[1] < case.key.shape[1]:
-            required = self.alignments[0]  # of shorter calls
         right: list[Alignment] = [alignment for alignment, x in compared.items() if x.wrong is None]
         shown = compared[required or (right[0] if right else "bottom-right")]
         self.results.append(shown.result)
