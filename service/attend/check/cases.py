@@ -12,7 +12,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
 
-from attend.attention.reference.forward import Outputs, attend, scores
+from attend.attention.reference.forward import Outputs, attend, value_of
 from attend.spec import LayerSpec
 from attend.tensors import BY_TORCH, Array
 
@@ -308,4 +308,4 @@ def _highest_score(case: CheckCase, spec: LayerSpec, weights: Mapping[str, Array
     """That of the first queries."""
     rows: dict[str, Any] = {"query": case.query, "attend_mask": case.visible, "bias": case.numbers}
     few = {name: None if x is None else x[:, :ENOUGH_QUERIES] for name, x in rows.items()}
-    return float(scores(case.layer(spec), weights, **case.arguments | few).max())
+    return float(value_of("scores", case.layer(spec), weights, **case.arguments | few).max())

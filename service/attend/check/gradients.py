@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from attend.attention.reference.forward import value_of
 from attend.check.backward import mistaken_gradients
 from attend.check.candidate import Candidate
 from attend.check.cases import CheckCase
@@ -155,7 +156,8 @@ def _differences(candidate: Candidate, case: CheckCase, name: str, outside: Arra
         arrays: dict[str, Any] = {part: np.tile(getattr(case, part), (width, 1, 1)) for part in (*NAMES, "mask", "visible")}
         for part in moved:
             arrays[part][:, row] += np.repeat(sign * STEP * np.eye(width), batch, axis=0)
-        output = replace(case, **arrays).reference(candidate.spec, candidate.weights).output
+        moved_case = replace(case, **arrays)
+        output = value_of("output", case.layer(candidate.spec), candidate.weights, **moved_case.arguments)
         return np.asarray((output.reshape(width, *outside.shape) * outside).sum(axis=(2, 3)))  # [width, b]
 
     return np.stack([(losses(row, 1) - losses(row, -1)).T / (2 * STEP) for row in rows], axis=1)

@@ -62,18 +62,21 @@ def attend(spec: LayerSpec, weights: Mapping[str, Array], **arguments: Any) -> O
     return outputs if call.batched else Outputs(**{field.name: getattr(outputs, field.name)[0] for field in fields(Outputs)})
 
 
-def scores(spec: LayerSpec, weights: Mapping[str, Array], **arguments: Any) -> Array:
-    """The scores of a call with a batch axis, or [n, b, h, q, k] before n softmaxes. Arguments and errors as `attend`."""
+def value_of(name: str, spec: LayerSpec, weights: Mapping[str, Array], **arguments: Any) -> Array:
+    """A value of a call with a batch axis, such as "output": only the steps that it depends on are run. Arguments and errors as `attend`.
+
+    Scores are [b, h, q, k], or [n, b, h, q, k] before n softmaxes.
+    """
     call = ReferenceCall.from_fields(**arguments)
-    m, steps = NumpyArithmetic(weights), _steps_to_scores(spec, frozenset(features_of(spec, call)))
+    m, steps = NumpyArithmetic(weights), _steps_to(name, spec, frozenset(features_of(spec, call)))
     values = m.weights | inputs_of(spec, call)
     run_steps(m, steps, values)
-    return np.asarray(values["scores"])
+    return np.asarray(values[name])
 
 
 @lru_cache(1024)
-def _steps_to_scores(spec: LayerSpec, features: frozenset[str]) -> Program:
-    return needed(program_of(spec, features), {"scores"})
+def _steps_to(name: str, spec: LayerSpec, features: frozenset[str]) -> Program:
+    return needed(program_of(spec, features), {name})
 
 
 def run(spec: LayerSpec, weights: Mapping[str, Array], call: ReferenceCall) -> Values:
