@@ -1,6 +1,7 @@
 """Each parameter of a candidate gets a value that changes the result, or the report says that it was not tried."""
 
 import math
+from functools import partial
 from itertools import permutations
 
 import pytest
@@ -95,6 +96,22 @@ def test_a_number_that_is_too_small_to_block_large_logits_is_found():
 
     comparison = compare(attend, framework="torch", longest=7)
     assert [x.case for x in comparison.results if x.agrees is False] == ["large logits with a mask"], f"\n{comparison}"
+
+
+def test_masks_of_which_the_first_head_alone_counts_are_found():
+    def attend(q, k, v, attn_mask=None, seen=slice(0, 1)):
+        return functional.scaled_dot_product_attention(
+            q, k, v, attn_mask if attn_mask is None or attn_mask.ndim < 4 else attn_mask[:, seen]
+        )
+
+    comparison = compare(attend, framework="torch", longest=7)
+    wrong = [x.case for x in comparison.results if x.agrees is False]
+    assert wrong == ["masks of each head"] and comparison.first.hint == "all other kinds of calls agree", f"\n{comparison}"
+    assert compare(partial(attend, seen=slice(None)), framework="torch", longest=7).agrees
+    with_axes = compare(
+        lambda q, k, v, mask=None: attend(q, k, v, mask if mask is None else mask[None, None]), framework="torch", longest=7
+    )
+    assert with_axes.is_complete, f"\n{with_axes}"  # which makes more axes of those of each head
 
 
 def test_strides_that_are_taken_for_those_of_another_input_are_found():

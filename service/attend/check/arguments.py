@@ -178,7 +178,9 @@ class Arguments:
         return self._tensor(mask if self.polarity(role) == "attend" else ~mask, dtype)
 
     def _in_mask_shape(self, mask: Array, role: str) -> Array:
-        """[b, q, k] in the shape that the parameter takes."""
+        """[b, q, k] in the shape that the parameter takes; masks of each head stay [b, h, q, k]."""
+        if mask.ndim == 4:
+            return self._unbatched(mask)
         shape = "b,k" if role == "padding" else self.convention.mask_shape
         if shape == "q,k":
             return np.asarray(mask[0])

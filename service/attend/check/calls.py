@@ -175,6 +175,7 @@ class Calls:
             return CaseResult(case.name, skipped=f"it would take about {seconds:.0f} s")
         if case.group == "lengths" and (names := [name for role in case.passed if (name := adapter.roles[role]) in self.refused]):
             return CaseResult(case.name, skipped=f"it refused {', '.join(names)} before")
+        is_optional = case.views or case.group == "groups"  # no parameter promises these
         try:
             compared = call(self.prepared, case)
         except NoCache:
@@ -186,11 +187,12 @@ class Calls:
                 return CaseResult(case.name, np.inf, raised=str(failure))
             changed = adapter.changed_by(case.call)
             together = (case.kind == "plain" or case.chunks) and changed <= self.tried.keys()  # values that it took in other calls
-            is_optional = case.views or case.group == "groups"  # no parameter promises these
             self.refused |= {} if together or is_optional else {name: str(failure) for name in changed}
             return CaseResult(
                 case.name, skipped=f"{RAISED} {failure}", untried=not is_optional and (together or case.group != "parameters")
             )
+        if is_optional and not compared.has_shapes:
+            return CaseResult(case.name, skipped="since its output has another shape")
         if case.undefined and compared.wrong is not None:
             reason = UNDEFINED["numbers" if case.kind == "numbers" else "flag"]
             return CaseResult(case.name, skipped=reason, untried=not adapter.is_torch)

@@ -84,7 +84,9 @@ class Candidate:
     def draw_sweeps(self, seed: int, longest: int) -> Iterator[Sweep]:
         """Calls of many lengths and widths, with at most `longest` rows."""
         adapter, longest = self.adapter, longest if "mask" not in self.adapter.required else 0
-        for sweep in draw_sweeps(self.draw(seed), adapter.roles, longest, takes_heads=adapter.heads_given):
+        over_pairs = adapter.mask_role("mask") is not None and not adapter.convention.takes_one_query
+        takes = {"takes_heads": adapter.heads_given, "takes_masks": over_pairs}
+        for sweep in draw_sweeps(self.draw(seed), adapter.roles, longest, **takes):
             yield replace(sweep, cases=tuple(map(self._as_passed, sweep.cases)))
 
     def draw_alignments(self, seed: int, longest: int) -> Iterator[dict[Alignment, CheckCase]]:

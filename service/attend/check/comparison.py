@@ -240,7 +240,8 @@ def _in_sweep(called: Calls) -> Disagreement | None:
     tile = math.gcd(*(keys[name] for name in wrong))
     are_whole = len(wrong) > 1 < tile and all(keys[name] % tile for name in right)
     which = f"those with whole tiles of {tile} keys, " if are_whole else ""
-    hint = f"{IN_SWEEP}; of the {sweep.name}, wrong: {which}{_first_of(wrong)}; right: {_first_of(right)}"
+    listed = f"; of the {sweep.name}, wrong: {which}{_first_of(wrong)}; right: {_first_of(right)}" if len(sweep.cases) > 1 else ""
+    hint = f"{IN_SWEEP}{listed}"
     found = divergence_of(called.prepared, first.right.case) if first.right.case.whole is None else None
     return replace(disagreement(first, Explanation()), hint=hint, step=None if found is None else first_wrong_step(found))
 

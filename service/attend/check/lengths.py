@@ -40,8 +40,9 @@ class Sweep:
     cases: tuple[CheckCase, ...]
 
 
-def draw_sweeps(draw: Draw, roles: Mapping[str, str], longest: int, *, takes_heads: bool) -> Iterator[Sweep]:
-    """The sweeps for a candidate with parameters of these roles (role -> name); `takes_heads`: as many as it is given, of any width."""
+def draw_sweeps(draw: Draw, roles: Mapping[str, str], longest: int, *, takes_heads: bool, takes_masks: bool) -> Iterator[Sweep]:
+    """The sweeps for a candidate with parameters of these roles (role -> name); `takes_heads`: as many as it is given, of any width;
+    `takes_masks`: over queries and keys."""
     lengths = [n for n in LENGTHS if n <= longest]
     if longest >= TILES[0] and all(extent.negative for extent in draw.spec.extents):  # else the number of rows is fixed
         separate = "key" in draw.inputs and not draw.spec.positional and not draw.causal
@@ -54,6 +55,8 @@ def draw_sweeps(draw: Draw, roles: Mapping[str, str], longest: int, *, takes_hea
             yield Sweep("parameters in long calls", (*_long_settings(draw, roles),))
     if takes_heads:
         yield Sweep("widths of heads", (*_wide(draw),))
+        if takes_masks:
+            yield Sweep("masks of each head", (_with_masks_of_heads(draw),))
     if "positions" in roles and draw.spec.rope:
         yield Sweep("distant positions", (*_distant(draw),))
 
@@ -128,6 +131,14 @@ def _wide(draw: Draw) -> Iterator[CheckCase]:
         fields = _differing(spec, draw.spec)
         keys = draw.lengths.keys if not draw.spec.positional and "key" in draw.inputs and not draw.causal else draw.queries
         yield replace(draw, spec=spec).case(name, "plain", keys, group="widths", fields=fields)
+
+
+def _with_masks_of_heads(draw: Draw) -> CheckCase:
+    """A call with masks [b, h, q, k], which a candidate may refuse."""
+    case = draw.case("masks of each head", "mask", draw.queries, group="groups")
+    masks = draw.rng.random((draw.batch, draw.spec.num_heads, draw.queries, draw.queries)) < 0.5
+    masks |= np.eye(draw.queries, dtype=bool)
+    return replace(case, mask=masks, visible=masks & case.own[:, None])
 
 
 def draw_groups(draw: Draw, roles: Mapping[str, str]) -> Iterator[CheckCase]:
