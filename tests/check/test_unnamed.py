@@ -186,7 +186,7 @@ FUNCTIONS = {  # a bug -> what is said, and options
         {},
     ),
     drops_the_diagonal: ("each query's own key is left out", {}),
-    adds_the_distance: ("-0.03 is added to the scores for each key of distance", {}),
+    adds_the_distance: ("-0.03 times the place of the key is added to the scores", {}),
     is_causal_by_blocks: ("the later keys of each query's own block of 16 are seen and should not be", {}),
     shifts_heads: ("the weights of the heads are in another order: each has that of the one before", {}),
     transposes_weights: ("the weights are transposed: that of query i and key j is that of query j and key i", {}),

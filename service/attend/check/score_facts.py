@@ -50,7 +50,7 @@ def _factors(seen: ComparedWeights) -> Iterator[str]:
 def _distances(seen: ComparedWeights) -> Iterator[str]:
     """A bias that is linear in the place of the key."""
     if (slopes := by_head(np.arange(seen.got.shape[3]) + np.zeros(seen.got.shape), seen.errors, seen)) is not None:
-        yield f"{in_digits(slopes)} is added to the scores for each key of distance"
+        yield f"{in_digits(slopes)} times the place of the key is added to the scores"
 
 
 def _weights_of_keys(seen: ComparedWeights) -> Iterator[str]:
