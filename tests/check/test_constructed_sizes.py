@@ -165,3 +165,13 @@ def test_the_sizes_of_a_family_are_told_of_what_disagrees_with_it() -> None:
     assert compare(Sliding, spec="mistral").agrees
     report = compare(Without, spec="mistral")
     assert "compared with mistral: d_model 32, 4 heads of 8 numbers, 2 of keys, window 4 before" in " ".join(str(report).split())
+
+
+def test_an_exception_of_a_constructor_is_shown_with_its_arguments():
+    class Attention(nn.Module):
+        def __init__(self, d_model, num_heads):
+            super().__init__()
+            _, _ = (d_model,)
+
+    with pytest.raises(ValueError, match=r"^ValueError: not enough values .*; constructed with d_model=12, num_heads=3$"):
+        compare(Attention)

@@ -183,11 +183,11 @@ def constructed(cls: type, spec: LayerSpec | None, convention: Convention, seed:
     makes_modules = torch is not None and issubclass(cls, torch.nn.Module)
     arguments = constructor_arguments(inspect.signature(cls), convention, sizes, evaluates=makes_modules)
     if torch is None or not makes_modules:
-        made = cls(**arguments)
+        made = _instance(cls, arguments)
     else:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.default_generator.manual_seed(seed)  # torch.manual_seed keeps a stack trace for each device that is not used yet
-            module = cls(**arguments)
+            module = _instance(cls, arguments)
             _tell_parameters_apart([parameter for parameter in module.parameters() if not hasattr(parameter, "materialize")])
             dtype = None if convention.dtype is None else getattr(torch, convention.dtype)
             made = module.to(device=convention.device, dtype=dtype)
@@ -196,6 +196,17 @@ def constructed(cls: type, spec: LayerSpec | None, convention: Convention, seed:
         with suppress(Exception):  # it may take as many alone
             return constructed(cls, spec, replace(convention, d_model=2 * convention.d_model, num_heads=2 * heads), seed, groups)
     return made, replace(convention, num_heads=convention.num_heads or meanings.get("num_heads"))
+
+
+def _instance(cls: type, arguments: Mapping[str, Any]) -> Any:
+    """An instance. ValueError: its constructor raised."""
+    try:
+        return cls(**arguments)
+    except Ambiguous:
+        raise
+    except Exception as error:
+        given = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+        raise ValueError(f"{type(error).__name__}: {error}; constructed with {given}") from error
 
 
 def _sizes_constructed(arguments: Mapping[str, Any], convention: Convention, spec: LayerSpec) -> dict[str, Any]:
