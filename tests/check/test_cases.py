@@ -57,28 +57,6 @@ def test_lengths_that_a_candidate_refuses_are_not_tried():
     assert "called with" not in comparison.conclusion
 
 
-class ShortCache(nn.Module):
-    """Keeps the last 8 rows alone."""
-
-    def __init__(self, d_model, num_heads):
-        super().__init__()
-        self.num_heads = num_heads
-        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(d_model, d_model) for _ in range(4))
-
-    def forward(self, x, cache=None):
-        past = x if cache is None else torch.cat((cache, x), dim=1)[:, -8:]
-        inputs = ((self.q_proj, x), (self.k_proj, past), (self.v_proj, past))
-        q, k, v = (layer(y).unflatten(2, (self.num_heads, -1)).transpose(1, 2) for layer, y in inputs)
-        blocked = torch.ones(q.shape[2], k.shape[2]).triu(1 + k.shape[2] - q.shape[2]).bool()
-        heads = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(blocked, -torch.inf).softmax(-1) @ v
-        return self.o_proj(heads.transpose(1, 2).flatten(2)), past
-
-
-def test_a_cache_of_a_fixed_length_is_found():
-    comparison = compare(ShortCache, causal=True)
-    assert comparison.first.case == "decoding 259 rows"
-
-
 class CopiesOfOneLayer(nn.Module):
     """Keys are projected by the queries' layer. All layers are copies, so that the numbers of a new instance do not show it."""
 

@@ -313,7 +313,7 @@ def test_keys_that_are_left_out_are_told_in_half_precision(dtype):
 def test_a_layer_that_was_given_other_matrices_has_its_own_again():
     layer = OfOneInput(12, 3)
     before = [parameter.detach().clone() for parameter in layer.parameters()]
-    assert "own key" in compare(layer, longest=7).first.hint
+    assert "own key" in compare(layer, spec=LayerSpec(d_model=12, num_heads=3), longest=7).first.hint
     assert all(map(torch.equal, before, layer.parameters()))
 
 
