@@ -125,7 +125,7 @@ def _of_one_hot_values(candidate: Candidate, compared: ComparedCase) -> Iterator
     d = width // spec.num_kv_heads
     found = []
     for start in range(0, k, d):
-        rows = np.eye(k, k + d)[:, start : start + d]
+        rows = np.eye(k, d, -start)
         output = adapter.call(replace(case.call, value=np.tile(rows, (b, 1, spec.num_kv_heads)))).output
         if output.shape != (b, case.query.shape[1], heads * d):
             return
@@ -143,7 +143,7 @@ def _of_all_values(candidate: Candidate, compared: ComparedCase, noise: float) -
     found = np.zeros((b, h, case.query.shape[1], b, g, k))
     for item, head, start in product(range(b), range(g), range(0, k, d)):
         rows, count = np.zeros((b, k, g, d)), min(d, k - start)
-        rows[item, :, head] = np.eye(k, k + d)[:, start : start + d]
+        rows[item, :, head] = np.eye(k, d, -start)
         output = Layer.split_heads(adapter.call(replace(case.call, value=rows.reshape(b, k, width))).output, h)
         found[..., item, head, start : start + count] = output[..., :count]
     made = Layer.merge_heads(np.einsum("bhqcgk,cgkd->bhqd", found, Layer.split_heads(case.value, g)))
@@ -214,7 +214,7 @@ def _of_value_matrices(candidate: Candidate, compared: ComparedCase) -> Iterator
     inverse = np.linalg.pinv(case.value.reshape(b * k, width))  # [in, b * k]
     back, found = np.linalg.pinv(matrices["output.weight"].T), []
     for start in range(0, k, d):
-        rows = np.tile(np.eye(k, k + d)[:, start : start + d], (b, spec.num_kv_heads))
+        rows = np.tile(np.eye(k, d, -start), (b, spec.num_kv_heads))
         with with_weights(candidate, {"value.weight": (inverse @ rows).T, "value.bias": np.zeros(rows.shape[1])}):
             output = candidate.adapter.call(case.call).output - matrices.get("output.bias", 0.0)
         found.append(Layer.split_heads(output @ back, spec.num_heads))
