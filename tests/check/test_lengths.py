@@ -104,6 +104,17 @@ def test_positions_that_few_digits_do_not_tell_apart_are_found(wrong, case):
     assert case in {result.case for result in comparison.results if result.agrees is False}
 
 
+def test_a_kernel_without_groups_that_reads_beyond_its_keys_is_not_accused():
+    def attend(q, k, v):
+        q, k, v = (x.contiguous() for x in (q, k, v))
+        shape = *q.shape[:2], *k.shape[2:]
+        key, value = (torch.as_strided(x, shape, torch.empty(shape).stride()) for x in (k, v))
+        return scaled_dot_product_attention(q, key, value)
+
+    comparison = compare(attend, framework="torch", longest=7)
+    assert comparison.agrees and "groups of heads" not in comparison.conclusion, f"\n{comparison}"
+
+
 def test_the_report_says_how_far_it_looked():
     comparison = compare(Rotary, **ROTARY)
     assert "agrees with the reference in all 8 cases that were tried, with up to 4,097 keys, in float32, " in comparison.conclusion

@@ -233,3 +233,20 @@ def test_a_cache_that_is_not_passed_is_not_tried():
         return attention()(q, k, v, is_causal=True)
 
     assert compare(attend, framework="torch", causal=True, longest=7).parameters == ("use_cache",)
+
+
+def test_a_softcap_that_calls_have_by_default_is_found():
+    def attend(q, k, v, softcap=5.0):
+        return attention()(q, k, v, softcap=softcap)
+
+    comparison = compare(attend, framework="torch", longest=7)
+    assert comparison.is_complete and comparison.tried == ("softcap",), f"\n{comparison}"
+    assert not compare(lambda q, k, v, softcap=5.0: attend(q, k, v), framework="torch", longest=7).agrees
+
+
+def test_inputs_are_contiguous_but_where_they_are_views():
+    def attend(q, k, v):
+        q, k, v = (x.view(-1, *x.shape[2:]) for x in (q, k, v))
+        return attention()(q[None], k[None], v[None])[0].view(-1, 3, *q.shape[1:])
+
+    assert compare(attend, framework="torch", longest=7).agrees

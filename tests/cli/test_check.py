@@ -405,7 +405,7 @@ def test_the_options_reach_the_comparison(package):
         (["--module", "./none.py:Right"], "there is no file none.py"),
         (["--module", "./theirs.py:Nothing"], "has no attribute 'Nothing'"),
         (["--module", "theirs:Right", "--with", "fused=k,q"], "expected fused to be q,k,v or per_head or q,v,k or "),
-        (["--module", "theirs:Broken"], "could not be imported or constructed: OSError: no weights here"),
+        (["--module", "theirs:Broken"], "OSError: no weights here; constructed with d_model=12"),
         (["--module", "theirs:Right", "--with", "colour=red"], "expected an option among like, mask_means, "),
         (["--module", "theirs:Right", "--with", "=red"], "expected NAME=VALUE, got '=red'"),
         (["--module", "theirs:Right", "--case", "3"], "leave --url, --case"),

@@ -102,7 +102,7 @@ class Arguments:
         if role in case.passed and role not in ("padding", "lengths"):
             return case.passed[role]
         if role in ("query", "key", "value"):
-            return self._input(self.in_layout(getattr(case, role), role, case), VIEWS[role] if case.views else 0)
+            return self._input(self.in_layout(getattr(case, role), role, case), role, case)
         if role in ("mask", "padding") and case.numbers is not None:
             return self._tensor(self._in_mask_shape(case.numbers, role), self.dtype)
         if role in ("mask", "padding", "lengths"):
@@ -193,11 +193,15 @@ class Arguments:
         }
         return self._unbatched(per_item[shape])
 
-    def _input(self, x: Array, more: int) -> Any:
-        """A query, key or value; if `more` is not 0, as the first numbers of rows that have so many more."""
-        if not more:
-            return self._tensor(x, self.dtype)
-        return self._tensor(np.concatenate([x, np.ones((*x.shape[:-1], more))], axis=-1), self.dtype)[..., :-more]
+    def _input(self, x: Array, role: str, case: CheckCase) -> Any:
+        """A query, key or value: the first numbers of longer rows in a case with views, and in one with groups of heads the first half of
+        an array that ends with NaN, since a kernel that knows no groups reads beyond its keys."""
+        if case.views:
+            more = VIEWS[role]
+            return self._tensor(np.concatenate([x, np.ones((*x.shape[:-1], more))], axis=-1), self.dtype)[..., :-more]
+        if "num_kv_heads" in case.fields:
+            return self._tensor(np.concatenate([x.ravel(), np.full(x.size, np.nan)]), self.dtype)[: x.size].reshape(x.shape)
+        return self._tensor(x, self.dtype)
 
     def _tensor(self, x: Array, dtype: str) -> Any:
         return as_array(x, dtype, self.framework, self.device)

@@ -14,12 +14,12 @@ ARRAYS = {"jax": ("jax", "device_put"), "mlx": ("mlx.core", "array")}  # framewo
 
 
 def as_array(x: Array, dtype: str, framework: str, device: Any = None) -> Any:
-    """An array of a framework."""
+    """An array of a framework, contiguous in memory."""
     if framework == "torch":
         import torch
 
-        return torch.tensor(x, dtype=getattr(torch, dtype), device=device)
-    array = x.astype(BY_TORCH[dtype].numpy if dtype in BY_TORCH else dtype)
+        return torch.tensor(np.asarray(x, order="C"), dtype=getattr(torch, dtype), device=device)
+    array = x.astype(BY_TORCH[dtype].numpy if dtype in BY_TORCH else dtype, order="C")
     return array if framework == "numpy" else _array_function(framework)(array)
 
 

@@ -175,7 +175,7 @@ class Calls:
             return CaseResult(case.name, skipped=f"it would take about {seconds:.0f} s")
         if case.group == "lengths" and (names := [name for role in case.passed if (name := adapter.roles[role]) in self.refused]):
             return CaseResult(case.name, skipped=f"it refused {', '.join(names)} before")
-        is_optional = case.views or case.group == "groups"  # no parameter promises these
+        is_optional = case.views or case.group == "groups" or "value_head_dim" in case.fields  # no parameter promises these
         try:
             compared = call(self.prepared, case)
         except NoCache:
@@ -191,8 +191,8 @@ class Calls:
             return CaseResult(
                 case.name, skipped=f"{RAISED} {failure}", untried=not is_optional and (together or case.group != "parameters")
             )
-        if is_optional and not compared.has_shapes:
-            return CaseResult(case.name, skipped="since its output has another shape")
+        if is_optional and not compared.is_usable:
+            return CaseResult(case.name, skipped="since its output has another shape, or what is beyond its keys")
         if case.undefined and compared.wrong is not None:
             reason = UNDEFINED["numbers" if case.kind == "numbers" else "flag"]
             return CaseResult(case.name, skipped=reason, untried=not adapter.is_torch)
@@ -262,6 +262,11 @@ class ComparedCase:
     def wrong(self) -> ComparedOutput | None:
         """The first output with a wrong number, or of a wrong shape."""
         return next((x for x in self.outputs if x.is_wrong), None)
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether the wrong output, if there is one, has the right shape and finite numbers."""
+        return self.wrong is None or (self.wrong.has_shape and bool(np.isfinite(self.wrong.got).all()))
 
     @property
     def has_shapes(self) -> bool:

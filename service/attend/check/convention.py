@@ -222,7 +222,7 @@ WEIGHTS = dict.fromkeys(OF_OPERATORS, "") | {
 ROPE_TABLES = frozenset(("cosines", "sines", "cosines_and_sines", "turns"))  # roles of what is made of the angles of RoPE
 KNOWN_DEFAULTS: dict[str, Callable[[Any], bool]] = {  # with another default, the parameter of this name may mean something else
     "scale": lambda default: default in (None, inspect.Parameter.empty),
-    "softcap": lambda default: default is None or (isinstance(default, int | float) and not default),
+    "softcap": lambda default: default is None or isinstance(default, int | float),
     "window": lambda default: isinstance(default, tuple | list) and len(default) == 2,  # (left, right), as in FlashAttention
     **dict.fromkeys(ROPE_TABLES, lambda default: default is inspect.Parameter.empty),
 }

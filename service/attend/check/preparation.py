@@ -86,13 +86,21 @@ def _add_weights(
         if adapter.convention.rope_tables is None:
             raise Ambiguous(f"the axes of {' and '.join(names)}; pass rope_tables=…", "rope_tables", get_args(RopeTables))
         spec = spec if is_given else with_rope(spec)
-    spec = spec if is_given else with_window(spec, adapter.convention)
+    spec = spec if is_given else _with_softcap(with_window(spec, adapter.convention), adapter)
     weights = complete_weights(found, spec, adapter.convention)
     _check_lengths(spec)
     adapter = replace(adapter, heads=spec.num_heads, kv_heads=spec.num_kv_heads)
     with evaluation_of(module) if module is not None else nullcontext():
         adapter = replace(adapter, keeps_cache=adapter.keeps_rows(_shape_case(adapter.convention)))
     return Candidate(adapter, spec, weights, module)
+
+
+def _with_softcap(spec: LayerSpec, adapter: Adapter) -> LayerSpec:
+    """The layer with the softcap that calls have by default."""
+    default = adapter.signature.parameters[adapter.roles["softcap"]].default if "softcap" in adapter.roles else None
+    if not isinstance(default, int | float) or not default > 0:
+        return spec
+    return LayerSpec.model_validate(spec.model_dump(exclude_unset=True) | {"softcap": default})
 
 
 def _without(module: Any, names: Sequence[str]) -> tuple[Any, tuple[str, ...]]:

@@ -105,6 +105,7 @@ FUNCTIONS: dict[Like, KnownFunction] = {
 }
 
 
+OF_TRANSFORMERS = frozenset(("module", "query", "key", "value", "attention_mask", "scaling"))
 TORCH_NAMES = frozenset(("attn_mask", "dropout_p", "is_causal"))  # only scaled_dot_product_attention of torch has all of them
 
 
@@ -127,7 +128,11 @@ def with_signature(candidate: Any, convention: Convention) -> Convention:
     path = f"{getattr(function, '__module__', '')}.{getattr(function, '__name__', '')}"
     name = path.rpartition(".")[2]
     known = next((like for like, known in FUNCTIONS.items() if re.fullmatch(known.path, path)), None)
-    own: Like | None = "sdpa" if name == "scaled_dot_product_attention" and _parameters(function) >= TORCH_NAMES else None
+    own: Like | None = None
+    if name == "scaled_dot_product_attention" and _parameters(function) >= TORCH_NAMES:
+        own = "sdpa"
+    elif _parameters(function) >= OF_TRANSFORMERS:
+        own = "transformers"
     if (like := convention.like or known or own) is None:
         return convention
     options = {name: value for name, value in FUNCTIONS[like].options.items() if name not in convention.given}
