@@ -115,6 +115,21 @@ def test_a_kernel_without_groups_that_reads_beyond_its_keys_is_not_accused():
     assert comparison.agrees and "groups of heads" not in comparison.conclusion, f"\n{comparison}"
 
 
+def test_a_candidate_may_raise_where_an_optional_call_is_repeated():
+    calls = []
+
+    def attend(q, k, v):
+        if k.shape[1] < q.shape[1]:  # groups of heads
+            calls.append(q)
+            if len(calls) % 2 == 0:
+                raise ValueError("called again")
+            k, v = torch.zeros_like(q[:, :, : k.shape[2]]), torch.zeros_like(q[:, :, : k.shape[2]])
+        return scaled_dot_product_attention(q, k, v)
+
+    comparison = compare(attend, framework="torch", longest=7)
+    assert comparison.agrees and calls, f"\n{comparison}"
+
+
 def test_the_report_says_how_far_it_looked():
     comparison = compare(Rotary, **ROTARY)
     assert "agrees with the reference in all 8 cases that were tried, with up to 4,097 keys, in float32, " in comparison.conclusion

@@ -48,6 +48,7 @@ In the order in which to read it:
     fitting.py               constant factors, fitted to the candidate's numbers
     changes.py               what mistakes are made of
     cases.py                 the inputs
+    groups.py                calls with heads that share a key and a value
     alignment.py             causal calls with more or fewer keys than queries
     gradients.py             gradients of the inputs of torch candidates
     backward.py              what they are with mistakes in a backward pass

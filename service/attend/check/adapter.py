@@ -20,7 +20,7 @@ from attend.check.cases import CheckCase
 from attend.check.computation import RELATIVE
 from attend.check.constructor import meaning_of
 from attend.check.convention import Alignment
-from attend.check.signatures import FUNCTIONS, TORCH_NAMES
+from attend.check.signatures import FUNCTIONS
 from attend.tensors import Array
 
 NO_PARAMETER = "no parameter is known as"  # the beginning of the reason why a case is not tried
@@ -73,7 +73,7 @@ class Adapter(Arguments):
         like = self.convention.like
         known = self.is_torch or (like is not None and FUNCTIONS[like].adds_numbers)
         means = self.polarity("mask") if "mask" in self.roles else None
-        return known or means == "add" or (means == "attend" and self.signature.parameters.keys() >= TORCH_NAMES)
+        return known or means == "add" or (means == "attend" and self.signature.parameters.keys() >= FUNCTIONS["sdpa"].own_parameters)
 
     @property
     def aligned(self) -> Alignment | None:

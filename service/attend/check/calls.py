@@ -175,7 +175,6 @@ class Calls:
             return CaseResult(case.name, skipped=f"it would take about {seconds:.0f} s")
         if case.group == "lengths" and (names := [name for role in case.passed if (name := adapter.roles[role]) in self.refused]):
             return CaseResult(case.name, skipped=f"it refused {', '.join(names)} before")
-        is_optional = case.views or case.group == "groups" or "value_head_dim" in case.fields  # no parameter promises these
         try:
             compared = call(self.prepared, case)
         except NoCache:
@@ -187,11 +186,11 @@ class Calls:
                 return CaseResult(case.name, np.inf, raised=str(failure))
             changed = adapter.changed_by(case.call)
             together = (case.kind == "plain" or case.chunks) and changed <= self.tried.keys()  # values that it took in other calls
-            self.refused |= {} if together or is_optional else {name: str(failure) for name in changed}
+            self.refused |= {} if together or case.is_optional else {name: str(failure) for name in changed}
             return CaseResult(
-                case.name, skipped=f"{RAISED} {failure}", untried=not is_optional and (together or case.group != "parameters")
+                case.name, skipped=f"{RAISED} {failure}", untried=not case.is_optional and (together or case.group != "parameters")
             )
-        if is_optional and compared.wrong is not None and not self._is_wrong_alike(compared):
+        if case.is_optional and compared.wrong is not None and not self._is_wrong_alike(compared):
             return CaseResult(case.name, skipped="since its output has another shape, or changes with what is beyond its inputs")
         if case.undefined and compared.wrong is not None:
             reason = UNDEFINED["numbers" if case.kind == "numbers" else "flag"]
@@ -206,9 +205,11 @@ class Calls:
 
     def _is_wrong_alike(self, compared: "ComparedCase") -> bool:
         """Whether a wrong output has the right shape and finite numbers, the same in a second call: else it may be of other memory."""
-        again = call(self.prepared, compared.right.case)
-        pairs = zip(compared.outputs, again.outputs, strict=True)
-        return compared.has_shapes and all(np.isfinite(one.got).all() and np.array_equal(one.got, two.got) for one, two in pairs)
+        with suppress(CallFailed, NoCache):
+            again = call(self.prepared, compared.right.case)
+            pairs = zip(compared.outputs, again.outputs, strict=True)
+            return compared.has_shapes and all(np.isfinite(one.got).all() and np.array_equal(one.got, two.got) for one, two in pairs)
+        return False
 
     def _seconds_of(self, case: CheckCase) -> float:
         """About how long a call would take, by the largest one before."""

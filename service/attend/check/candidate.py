@@ -24,7 +24,8 @@ from attend.check.cases import (
     lengths_for,
 )
 from attend.check.convention import ROPE_TABLES, Alignment, Convention
-from attend.check.lengths import Sweep, draw_groups, draw_sweeps
+from attend.check.groups import draw_groups
+from attend.check.lengths import Sweep, draw_sweeps
 from attend.check.parameters import draw_parameter_cases
 from attend.check.rope_tables import rope_of
 from attend.spec import LayerSpec
@@ -72,7 +73,8 @@ class Candidate:
             further = {role: name for role, name in roles.items() if not (adapter.paged and role == "page_table")}
             drawn.append(draw_parameter_cases(draw, further, mask_of, **more))
             if adapter.heads_given and adapter.framework in ("torch", "numpy"):  # whose views are no copies
-                drawn.append(iter([draw.case("inputs that are views", "plain", draw.queries, group="parameters", views=True)]))
+                of_case: dict[str, Any] = {"group": "parameters", "views": True, "is_optional": True}
+                drawn.append(iter([draw.case("inputs that are views", "plain", draw.queries, **of_case)]))
         if "groups" in groups and adapter.heads_given:
             drawn.append(draw_groups(draw, roles))
         if "long" in groups:

@@ -61,6 +61,7 @@ class CheckCase:
     beside: Array | None = None  # [b, q, k], true = not padded, if padded keys are passed beside the mask
     numbers: Array | None = None  # [b, q, k], which a mask of numbers adds to the scores
     views: bool = False  # whether query, key and value are views with strides of their own
+    is_optional: bool = False  # whether a candidate may refuse the call, since none of its parameters promises it
     undefined: bool = False  # whether libraries disagree about what such a call returns, so that no numbers are wrong
     whole: "CheckCase | None" = None  # the call that is made, if only its last queries, which this case has, are compared
     relative: float = 0.0  # an error of the scores, relative to the largest, that rounding explains besides the usual one

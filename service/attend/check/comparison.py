@@ -145,8 +145,9 @@ def _changes_nothing(prepared: Candidate, name: str, seed: int, longest: int) ->
 def _is_right(candidate: Candidate, seed: int, longest: int) -> bool:
     """Whether it agrees in the short and long calls, which pass none of its further parameters."""
     cases = [case for case in candidate.draw_cases(seed, ("short", "long")) if case.group == "short" or case.key.shape[1] <= longest]
+    taken = [case for case in cases if not candidate.adapter.skip_reason(case.call)]
     with suppress(CallFailed, NoCache):
-        return all(call(candidate, case).wrong is None for case in cases if not candidate.adapter.skip_reason(case.call))
+        return bool(taken) and all(call(candidate, case).wrong is None for case in taken)
     return False
 
 

@@ -22,9 +22,7 @@ LENGTHS = (1, *sorted({n for t in TILES for n in (t - 1, t, t + 1, 2 * t + 1)}))
 FEW_QUERIES, FEW_KEYS = 7, 11  # of calls with many keys, and with many queries
 OF_ONE_QUERY = (33, 129, 257, 513)  # keys of calls with one query, for which kernels split the keys
 CAUSAL = (65, 129, 257)  # rows of calls with a causal flag
-LONG = 193  # rows of calls with further parameters
-GROUPS = 6, 3  # heads of queries, and of keys
-IN_GROUPS = f"{GROUPS[0]} heads, {GROUPS[1]} of keys"  # the name of a case
+ROWS_WITH_PARAMETERS = 193  # of calls with values of further parameters
 LONGEST = 4097  # rows of the longest call, by default
 LAST = 5  # rows of queries of it that are compared, if it has as many queries as keys
 WIDTHS = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256))  # of heads of queries and keys, and of values
@@ -51,7 +49,7 @@ def draw_sweeps(draw: Draw, roles: Mapping[str, str], longest: int, *, takes_hea
             yield Sweep("many keys or queries", (*_long_apart(draw, longest),))
         elif longest > LENGTHS[-1]:
             yield Sweep("last rows of a long call", (_long_together(draw, longest, decodes="cache" in roles or "first_position" in roles),))
-        if longest >= LONG:
+        if longest >= ROWS_WITH_PARAMETERS:
             yield Sweep("parameters in long calls", (*_long_settings(draw, roles),))
     if takes_heads:
         yield Sweep("widths of heads", (*_wide(draw),))
@@ -92,8 +90,8 @@ def _long_settings(draw: Draw, roles: Mapping[str, str]) -> Iterator[CheckCase]:
     """Calls of more rows than tiles hold, with a value of each parameter and all sets of them."""
     settings = [*draw_settings(draw, roles)]
     for setting in (*settings, *together_in_sets(settings)):
-        more = setting.of_case | {"group": "lengths"}
-        yield draw.case(f"{LONG} keys, {setting.words}", "plain", LONG, queries=LONG, batch=1, **more)
+        more = setting.of_case | {"group": "lengths", "queries": ROWS_WITH_PARAMETERS, "batch": 1}
+        yield draw.case(f"{ROWS_WITH_PARAMETERS} keys, {setting.words}", "plain", ROWS_WITH_PARAMETERS, **more)
 
 
 def _long_apart(draw: Draw, longest: int) -> Iterator[CheckCase]:
@@ -128,39 +126,20 @@ def _wide(draw: Draw) -> Iterator[CheckCase]:
         except ValueError:  # the layer cannot have such heads
             continue
         name = f"heads of {width}" if width == value_width else f"heads of {width}/{value_width}"
-        fields = _differing(spec, draw.spec)
+        fields = differing_fields(spec, draw.spec)
         keys = draw.lengths.keys if not draw.spec.positional and "key" in draw.inputs and not draw.causal else draw.queries
-        yield replace(draw, spec=spec).case(name, "plain", keys, group="widths", fields=fields)
+        yield replace(draw, spec=spec).case(name, "plain", keys, group="widths", fields=fields, is_optional=width != value_width)
 
 
 def _with_masks_of_heads(draw: Draw) -> CheckCase:
     """A call with masks [b, h, q, k], which a candidate may refuse."""
-    case = draw.case("masks of each head", "mask", draw.queries, group="groups")
+    case = draw.case("masks of each head", "mask", draw.queries, group="groups", is_optional=True)
     masks = draw.rng.random((draw.batch, draw.spec.num_heads, draw.queries, draw.queries)) < 0.5
     masks |= np.eye(draw.queries, dtype=bool)
     return replace(case, mask=masks, visible=masks & case.own[:, None])
 
 
-def draw_groups(draw: Draw, roles: Mapping[str, str]) -> Iterator[CheckCase]:
-    """Heads in groups that share a key and a value, which a function need not take: with several queries, one, and a causal flag."""
-    heads, kv_heads = GROUPS
-    if draw.spec.num_heads != draw.spec.num_kv_heads or draw.weights or "heads" in roles:
-        return
-    try:
-        spec = resized(draw.spec, heads, kv_heads, draw.spec.head_dim)
-    except ValueError:  # the layer cannot have groups
-        return
-    fields, passed = _differing(spec, draw.spec), {"groups": True} if "groups" in roles else {}
-    keys = draw.lengths.keys if not draw.spec.positional and "key" in draw.inputs and not draw.causal else 0
-    for queries in (draw.queries, 1) if keys else (draw.queries,):
-        words = IN_GROUPS if queries > 1 else f"{IN_GROUPS}, 1 query"
-        yield replace(draw, spec=spec).case(words, "plain", keys or queries, queries=queries, group="groups", fields=fields, passed=passed)
-    if "causal" in roles and not draw.causal:
-        more: dict[str, Any] = {"group": "groups", "fields": fields, "causal": True, "passed": {**passed, "causal": True}}
-        yield replace(draw, spec=spec).case(f"{IN_GROUPS}, causal", "plain", draw.queries, **more)
-
-
-def _differing(spec: LayerSpec, other: LayerSpec) -> dict[str, Any]:
+def differing_fields(spec: LayerSpec, other: LayerSpec) -> dict[str, Any]:
     """The fields in which two layers differ."""
     return {name: getattr(spec, name) for name in LayerSpec.model_fields if getattr(spec, name) != getattr(other, name)}
 

@@ -24,7 +24,7 @@ def as_callable(candidate: Any) -> Any:
         bound.apply_defaults()
         return cls.apply(*bound.args)
 
-    apply.__signature__ = signature  # type: ignore[attr-defined]
+    apply.__signature__ = signature  # type: ignore[attr-defined]  # inspect reads it; a function's type has none
     apply.__module__, apply.__name__ = cls.__module__, cls.__name__
     return apply
 

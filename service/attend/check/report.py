@@ -9,7 +9,7 @@ from attend.check.adapter import NO_PARAMETER, NO_POSITIONS
 from attend.check.calls import RAISED, CaseResult
 from attend.check.divergence import FirstWrongStep
 from attend.check.explanation import Explanation
-from attend.check.lengths import IN_GROUPS
+from attend.check.groups import IN_GROUPS
 from attend.check.low_precision import HALF
 from attend.spec import LayerSpec
 

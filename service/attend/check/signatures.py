@@ -27,11 +27,17 @@ class KnownFunction:
     adds_numbers: bool = False  # whether its mask may also be numbers, which are added
     required: tuple[str, ...] = ()  # parameters without a default besides the inputs, if it shows none
     others: tuple[str, ...] = ()  # those that no case passes, likewise
+    own_name: str = ""  # of a candidate that is like this function, if its name has to be the same
+    own_parameters: frozenset[str] = frozenset()  # which only candidates that are like it have
 
     @property
     def settings(self) -> set[str]:
         """The parameters besides inputs and masks."""
         return {*self.others, *(name for name, role in self.arguments.items() if role not in INPUTS)}
+
+    def is_like(self, name: str, parameters: Set[str]) -> bool:
+        """Whether a function of this name that has these parameters is one like it."""
+        return bool(self.own_parameters) and self.own_name in ("", name) and parameters >= self.own_parameters
 
 
 HEADS_SECOND, HEADS_THIRD = {"layout": "b,h,n,d"}, {"layout": "b,n,h,d"}
@@ -65,6 +71,8 @@ FUNCTIONS: dict[Like, KnownFunction] = {
         "top-left",
         adds_numbers=True,
         others=("dropout_p",),
+        own_name="scaled_dot_product_attention",
+        own_parameters=frozenset(("attn_mask", "dropout_p", "is_causal")),
     ),
     "flex_attention": KnownFunction("flex_attention", r"torch\..*\.flex_attention", HEADS_SECOND, {"block_mask": "unused"}),
     "jax": KnownFunction(
@@ -87,6 +95,7 @@ FUNCTIONS: dict[Like, KnownFunction] = {
         r"transformers\..*attention_forward",
         {**HEADS_SECOND, **ADDED, "output_layout": "b,n,h,d"},
         {"module": "module", "scaling": "scale", "softcap": "softcap", "is_causal": "unused"},
+        own_parameters=frozenset(("module", "query", "key", "value", "attention_mask", "scaling")),
     ),
     "xformers": KnownFunction(
         "xformers' memory_efficient_attention",
@@ -103,10 +112,6 @@ FUNCTIONS: dict[Like, KnownFunction] = {
         adds_numbers=True,
     ),
 }
-
-
-OF_TRANSFORMERS = frozenset(("module", "query", "key", "value", "attention_mask", "scaling"))
-TORCH_NAMES = frozenset(("attn_mask", "dropout_p", "is_causal"))  # only scaled_dot_product_attention of torch has all of them
 
 
 def of_torch(candidate: Any) -> bool:
@@ -128,11 +133,7 @@ def with_signature(candidate: Any, convention: Convention) -> Convention:
     path = f"{getattr(function, '__module__', '')}.{getattr(function, '__name__', '')}"
     name = path.rpartition(".")[2]
     known = next((like for like, known in FUNCTIONS.items() if re.fullmatch(known.path, path)), None)
-    own: Like | None = None
-    if name == "scaled_dot_product_attention" and _parameters(function) >= TORCH_NAMES:
-        own = "sdpa"
-    elif _parameters(function) >= OF_TRANSFORMERS:
-        own = "transformers"
+    own = next((like for like, known in FUNCTIONS.items() if known.is_like(name, _parameters(function))), None)
     if (like := convention.like or known or own) is None:
         return convention
     options = {name: value for name, value in FUNCTIONS[like].options.items() if name not in convention.given}
