@@ -385,9 +385,29 @@ class InFloat32(NumPyLettered):
 def test_what_computes_in_float32_is_compared_in_float32_unless_its_dtype_is_given():
     comparison = compare(InFloat32, longest=7)
     assert comparison.agrees and comparison.dtype == "float32", f"\n{comparison}"
-    assert "it computes in float32 what it gets in float64" in comparison.conventions
+    assert "its numbers have the digits of float32" in comparison.conventions
     named = {"query": "A", "key": "B", "value": "C", "output": "D"}
     assert not compare(InFloat32, longest=7, dtype="float64", weights=named, orientation="in,out").agrees
+
+
+def with_constants_of_few_digits(width):
+    """Attention whose factor on the scores of heads of this width has the digits of float32, and of others those of float64."""
+
+    def attend(q, k, v):
+        of_float32 = np.float32(q.shape[-1] ** -0.5 * np.log2(np.e))
+        scores = q @ k.swapaxes(-1, -2) * (of_float32 if q.shape[-1] == width else q.shape[-1] ** -0.5 * np.log2(np.e))
+        weights = np.exp2(scores - scores.max(axis=-1, keepdims=True))
+        return weights / weights.sum(axis=-1, keepdims=True) @ v
+
+    return attend
+
+
+@pytest.mark.parametrize("width", [4, 80])
+def test_a_constant_with_the_digits_of_float32_is_no_mistake(width):
+    comparison = compare(with_constants_of_few_digits(width), longest=7)
+    assert comparison.agrees and comparison.dtype == "float32", f"\n{comparison}"
+    assert "its numbers have the digits of float32" in comparison.conventions
+    assert not compare(with_constants_of_few_digits(width), longest=7, dtype="float64").agrees
 
 
 class InvertsMask(Named):

@@ -103,8 +103,6 @@ def _words(before: Convention, after: Convention) -> Iterator[str]:
         yield f"its attention is compared without {' and '.join(after.left_out)}"
     if after.residual:
         yield "its input is added to the output"
-    if after.dtype != before.dtype:
-        yield f"it computes in {after.dtype} what it gets in float64"
     yield from (f"{name} is {size}" for name, size in after.sizes.items())
     new = {name: role for name, role in after.arguments.items() if name not in before.arguments}
     yield from (f"it refuses {name}" if role == "unused" else f"{name} is the {role}" for name, role in new.items())
