@@ -493,7 +493,7 @@ AMBIGUOUS = {
     "text for a number": (Lettered, {"num_heads": "three"}, "expected num_heads to be an integer, got 'three'"),
     "missing weight": (nn.Linear(12, 12), {}, "found no weight|ambiguous"),
     "missing matrix": (lambda x, W_q, W_k: x, {"framework": "numpy", "num_heads": 2, "orientation": "in,out"}, "found no weight of value"),
-    "other heads of a class": (FromScratch, {"mask_means": "attend", "num_heads": 5}, "divides 12, got 5"),
+    "other heads of a class": (FromScratch, {"mask_means": "attend", "num_heads": 5, "d_model": 12}, "divides 12, got 5"),
     "other heads": (FromScratch(12, 3), {"mask_means": "attend", "num_heads": 5}, "divides 12, got 5"),
     "wrong weights": (NumPyAttention, {"mask_means": "block", "weights": GIVEN_WEIGHTS | {"key.bias": np.ones(3)}}, "expected key.bias"),
     "nothing to call": (SimpleNamespace(W_q=np.eye(2), W_k=np.eye(2), W_v=np.eye(2)), {}, "pass method="),

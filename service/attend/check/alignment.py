@@ -21,7 +21,8 @@ WORDS: dict[Alignment, str] = {
 
 def draw_alignments(draw: Draw, name: str, longest: int) -> Iterator[dict[Alignment, CheckCase]]:
     """For each pair of lengths of at most `longest` rows, the call of the parameter `name` as either alignment computes it."""
-    for queries, keys in (pair for pair in PAIRS if max(pair) <= max(longest, PAIRS[0][1])):
+    pairs = dict.fromkeys((draw.lengths.whole(queries), draw.lengths.whole(keys)) for queries, keys in PAIRS)
+    for queries, keys in (pair for pair in pairs if max(pair) <= max(longest, PAIRS[0][1]) and len({*pair}) > 1):
         words = f"{name}=True, {queries} queries, {keys} keys"
         top = draw.case(words, "plain", keys, queries=queries, group="parameters", causal=True, passed={"causal": True}, query_offset=0)
         if queries <= keys:

@@ -189,6 +189,7 @@ class Arguments:
             "b,q,k": mask,
             "b,1,q,k": mask[:, None],
             "b,h,q,k": np.repeat(mask[:, None], self.heads, axis=1),
+            "b*h,q,k": np.repeat(mask, self.heads, axis=0),
             "b,1,1,k": mask[:, None, :1],
         }
         return self._unbatched(per_item[shape])

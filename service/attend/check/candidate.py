@@ -93,8 +93,8 @@ class Candidate:
 
     def draw_alignments(self, seed: int, longest: int) -> Iterator[dict[Alignment, CheckCase]]:
         """Causal calls with fewer and with more queries than keys, if a parameter makes them causal."""
-        roles, causal = self.adapter.roles, self.adapter.convention.causal
-        if {"causal", "key"} <= roles.keys() and not causal and not self.spec.positional and "mask" not in self.adapter.required:
+        roles = self.adapter.roles
+        if {"causal", "key"} <= roles.keys() and self.draw(seed).keys_apart and "mask" not in self.adapter.required:
             for cases in draw_alignments(self.draw(seed), roles["causal"], longest):
                 if not self.adapter.skip_reason(cases["top-left"]):
                     yield {alignment: self._as_passed(case) for alignment, case in cases.items()}
@@ -114,13 +114,14 @@ class Candidate:
             spec=self.spec,
             weights=self.weights,
             rng=np.random.default_rng(seed),
-            lengths=lengths or lengths_for(self.spec, batched=convention.batched),
+            lengths=lengths or lengths_for(self.spec, batched=convention.batched, tile=convention.tile),
             dtype=self.adapter.dtype,
             causal=convention.causal,
-            masks_alone=[kind for kind in masks if convention.mask_replaces_causality and self.adapter.mask_role(kind) == "mask"],
+            masks_alone=tuple(kind for kind in masks if convention.mask_replaces_causality and self.adapter.mask_role(kind) == "mask"),
             at_end=convention.query_offset == "end",
-            inputs=[name for name in ("query", "key", "value") if name in roles],
-            masks_per_item=[kind for kind, differs in masks.items() if differs],
+            one_length=convention.one_length,
+            inputs=tuple(name for name in ("query", "key", "value") if name in roles),
+            masks_per_item=tuple(kind for kind, differs in masks.items() if differs),
         )
 
     def _as_passed(self, case: CheckCase) -> CheckCase:

@@ -6,7 +6,7 @@ widths all differ. The last cases are longer than the tiles of a kernel: their n
 """
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Literal, TypeVar
 
@@ -30,11 +30,16 @@ ALL = np.ones((), bool)  # the mask of a case without one
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """The batch, the queries, and the keys of cross-attention of the short cases."""
+    """The batch, the queries, and the keys of cross-attention of the short cases; all numbers of rows are multiples of a tile's."""
 
     batch: int = 2
     queries: int = 5
     keys: int = 7
+    tile: int = 1
+
+    def whole(self, rows: int) -> int:
+        """The rows of as many tiles as hold this many."""
+        return -(-rows // self.tile) * self.tile
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +89,8 @@ class CheckCase:
 
     @property
     def may_raise(self) -> bool:
-        """Whether an exception is no disagreement: a candidate may refuse an argument, or be made for shorter sequences."""
-        return self.group != "short"
+        """Whether an exception is no disagreement: a candidate may refuse an argument, other keys, or more rows."""
+        return self.group != "short" or self.is_cross
 
     @property
     def parts(self) -> "Iterator[CheckCase]":
@@ -144,21 +149,22 @@ class CheckCase:
 class Draw:
     """Draws cases for a candidate of this dtype that is always `causal`, or takes only some of the inputs.
 
-    `at_end`: the last query of a causal candidate is at the last key, and not the first at the first. Inputs are values of the dtype,
-    stored as float64. `masks_alone`: the kinds of cases in which a mask takes the place of causality; `masks_per_item`: those whose masks
-    may differ among items.
+    `at_end`: the last query of a causal candidate is at the last key, and not the first at the first. `one_length`: it takes as many keys
+    as queries alone. `masks_alone`: the kinds of cases in which a mask takes the place of causality; `masks_per_item`: those whose masks
+    may differ among items. Inputs are values of the dtype, stored as float64.
     """
 
-    spec: LayerSpec
-    weights: Mapping[str, Array]
-    rng: np.random.Generator
+    spec: LayerSpec = field(compare=False)
+    weights: Mapping[str, Array] = field(compare=False)
+    rng: np.random.Generator = field(compare=False)
     lengths: Lengths = Lengths()
     dtype: str = "float64"
     causal: bool = False
     at_end: bool = False
-    inputs: Collection[str] = ("query", "key", "value")
-    masks_alone: Collection[CaseKind] = ()
-    masks_per_item: Collection[CaseKind] = ("mask", "padding", "segments", "numbers")
+    one_length: bool = False
+    inputs: tuple[str, ...] = ("query", "key", "value")
+    masks_alone: tuple[CaseKind, ...] = ()
+    masks_per_item: tuple[CaseKind, ...] = ("mask", "padding", "segments", "numbers")
 
     @property
     def batch(self) -> int:
@@ -167,6 +173,11 @@ class Draw:
     @property
     def queries(self) -> int:
         return self.lengths.queries
+
+    @property
+    def keys_apart(self) -> bool:
+        """Whether there may be more or fewer keys than queries, with the same numbers wherever the queries are."""
+        return "key" in self.inputs and not (self.spec.positional or self.causal or self.one_length)
 
     def items(self, kind: CaseKind) -> int:
         """The number of items that have a mask of their own."""
@@ -219,13 +230,14 @@ class Repeatable(Generic[T]):
             yield x
 
 
-def lengths_for(spec: LayerSpec, *, batched: bool = True, larger: bool = False, like: Lengths | None = None) -> Lengths:
-    """The lengths of short cases: the usual ones, or those `like` others. `larger`: one item and one query more, which tells a size from a
-    constant. The layer may have a fixed number of rows."""
+def lengths_for(spec: LayerSpec, *, batched: bool = True, larger: bool = False, like: Lengths | None = None, tile: int = 1) -> Lengths:
+    """The lengths of short cases: the usual ones, or those `like` others, as whole tiles of this many rows. `larger`: one item and one
+    query more, which tells a size from a constant. The layer may have a fixed number of rows."""
     lengths = like or Lengths()
     queries = (POSITIONAL_QUERIES + (0 if like is None else 6) if spec.positional else lengths.queries) + larger
     queries = next((extent.stop for extent in spec.extents if not extent.negative), queries)
-    return Lengths(lengths.batch + larger if batched else 1, queries, lengths.keys)
+    of_tiles = Lengths(lengths.batch + larger if batched else 1, queries, lengths.keys, tile)
+    return of_tiles if tile == 1 else replace(of_tiles, queries=of_tiles.whole(queries), keys=of_tiles.whole(queries) + tile)
 
 
 def draw_short_cases(draw: Draw, *, decodes: bool = False, takes_back: bool = True, packs_keys: bool = False) -> Iterator[CheckCase]:
@@ -245,7 +257,8 @@ def draw_short_cases(draw: Draw, *, decodes: bool = False, takes_back: bool = Tr
     yield draw.case("causal mask", "causal", queries, np.tri(queries, dtype=bool))
     if not spec.positional:  # the positions of queries are open if q != k
         yield draw.case("cross-attention", "plain", keys)
-        yield draw.case("cross-attention with a mask", "mask", keys, draw.mask(keys))
+        if not draw.one_length:
+            yield draw.case("cross-attention with a mask", "mask", keys, draw.mask(keys))
     padded = draw.case("padded keys", "padding", queries, draw.padding())
     if not padded.reference(spec, draw.weights).fully_masked_rows:  # as in a narrow window
         yield padded
@@ -273,16 +286,19 @@ def draw_long_cases(draw: Draw, *, decodes: bool = False) -> Iterator[CheckCase]
     """Cases of one item that have more keys than a tile. None for a layer whose number of rows is fixed."""
     if any(not extent.negative for extent in draw.spec.extents):
         return
-    for keys in LONG:
+    lengths = [draw.lengths.whole(keys) for keys in LONG]
+    for keys in lengths:
         yield draw.case(f"{keys} keys", "plain", keys, queries=keys, batch=1, group="long")
-    if not draw.spec.positional:
-        yield draw.case(f"{CROSS} keys, cross-attention", "plain", CROSS, batch=1, group="long")
+    if not (draw.spec.positional or draw.one_length):
+        keys = draw.lengths.whole(CROSS)
+        yield draw.case(f"{keys} keys, cross-attention", "plain", keys, batch=1, group="long")
+    _, middle, longest = lengths
     if not draw.causal:
-        yield draw.case(f"{LONG[1]} keys, causal", "causal", LONG[1], np.tri(LONG[1], dtype=bool), queries=LONG[1], batch=1, group="long")
-    padded = np.arange(LONG[2]) < LONG[2] - 60  # the last tiles have no key, or few
-    yield draw.case(f"{LONG[2]} keys, padded", "padding", LONG[2], padded, queries=LONG[2], batch=1, group="long")
+        yield draw.case(f"{middle} keys, causal", "causal", middle, np.tri(middle, dtype=bool), queries=middle, batch=1, group="long")
+    padded = np.arange(longest) < longest - 60  # the last tiles have no key, or few
+    yield draw.case(f"{longest} keys, padded", "padding", longest, padded, queries=longest, batch=1, group="long")
     if decodes:
-        rows = LONG[2] + 2  # a cache of 256 rows or fewer grows before the last ones
+        rows = draw.lengths.whole(LONG[2] + 2)  # a cache of 256 rows or fewer grows before the last ones
         whole = draw.case(f"decoding {rows} rows", "plain", rows, queries=rows, batch=1, group="long")
         yield replace(whole, chunks=(*[1] * 33, 32, 1, rows - 70, 1, 1, 1, 1))
 

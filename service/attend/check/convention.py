@@ -18,7 +18,7 @@ from attend.spec import DType
 from attend.spec_parts import PROJECTIONS
 
 Polarity = Literal["attend", "block", "add"]
-MaskShape = Literal["q,k", "b,1,q,k", "b,q,k", "b,h,q,k", "b,k", "b,1,1,k"]
+MaskShape = Literal["q,k", "b,1,q,k", "b,q,k", "b,h,q,k", "b*h,q,k", "b,k", "b,1,1,k"]
 MaskDType = Literal["bool", "int", "float"]
 OutputLayout = Literal["b,h,n,d", "b,n,h,d", "n,b,h,d", "b,n,d"]
 Layout = Literal[OutputLayout, "b,h,d"]
@@ -91,6 +91,8 @@ class Convention:
     paged: bool = False  # whether every call gets pages, although its table of pages is optional, by trial
     window: tuple[int, int | None] | None = None  # keys before and after the own one of a layer without a spec, by trial
     residual: bool = False  # whether the query is added to the output, by trial
+    one_length: bool = False  # whether it raises if there are more keys than queries, by trial
+    tile: int = 1  # of whose rows all lengths are multiples, by trial
     given: frozenset[str] = frozenset()  # the options that are given, which no trial changes
 
     def tried(self, **values: Any) -> "Convention":

@@ -78,7 +78,8 @@ def _in_other_sizes(prepared: Candidate, make: Callable[[], Candidate | None], s
     if other is not None and other.module is not None:
         other.module.eval()
     drawn = other or prepared
-    lengths = other_lengths(drawn.spec, batched=drawn.adapter.convention.batched)
+    convention = drawn.adapter.convention
+    lengths = other_lengths(drawn.spec, batched=convention.batched, tile=convention.tile)
     observed = observe(drawn, drawn.draw_cases(seed + 7_000_003, groups, lengths))
     heads, width = prepared.spec.num_heads, prepared.spec.head_dim
     return OtherSizes(Repeatable(observed), "" if other is not None else f"{heads} head{'s' if heads > 1 else ''} of {width} numbers")
@@ -87,7 +88,8 @@ def _in_other_sizes(prepared: Candidate, make: Callable[[], Candidate | None], s
 def _observe_further(prepared: Candidate, seed: int, groups: Collection[Group]) -> Iterator[Observation]:
     """More cases that the candidate can be called on, which tell explanations apart that agree in all earlier ones."""
     for other in range(seed + 1, seed + 1 + FURTHER_SEEDS):
-        larger = lengths_for(prepared.spec, batched=prepared.adapter.convention.batched, larger=other % 2 != seed % 2)
+        convention = prepared.adapter.convention
+        larger = lengths_for(prepared.spec, batched=convention.batched, tile=convention.tile, larger=other % 2 != seed % 2)
         yield from observe(prepared, prepared.draw_cases(other * 1_000_003, groups, larger))
 
 

@@ -23,7 +23,7 @@ def draw_groups(draw: Draw, roles: Mapping[str, str]) -> Iterator[CheckCase]:
     draw, fields = replace(draw, spec=spec), differing_fields(spec, draw.spec)
     passed = {"groups": True} if "groups" in roles else {}
     of_case: dict[str, Any] = {"group": "groups", "fields": fields, "is_optional": True}
-    keys = draw.lengths.keys if not spec.positional and "key" in draw.inputs and not draw.causal else 0
+    keys = draw.lengths.keys if draw.keys_apart else 0
     for queries in (draw.queries, 1) if keys else (draw.queries,):
         words = IN_GROUPS if queries > 1 else f"{IN_GROUPS}, 1 query"
         yield draw.case(words, "plain", keys or queries, queries=queries, passed=passed, **of_case)

@@ -21,6 +21,7 @@ TILES = (16, 32, 64, 128, 256)
 LENGTHS = (1, *sorted({n for t in TILES for n in (t - 1, t, t + 1, 2 * t + 1)}))
 FEW_QUERIES, FEW_KEYS = 7, 11  # of calls with many keys, and with many queries
 OF_ONE_QUERY = (33, 129, 257, 513)  # keys of calls with one query, for which kernels split the keys
+BOTH = ((129, 257), (257, 129))  # many queries and keys
 CAUSAL = (65, 129, 257)  # rows of calls with a causal flag
 ROWS_WITH_PARAMETERS = 193  # of calls with values of further parameters
 LONGEST = 4097  # rows of the longest call, by default
@@ -41,11 +42,11 @@ class Sweep:
 def draw_sweeps(draw: Draw, roles: Mapping[str, str], longest: int, *, takes_heads: bool, takes_masks: bool) -> Iterator[Sweep]:
     """The sweeps for a candidate with parameters of these roles (role -> name); `takes_heads`: as many as it is given, of any width;
     `takes_masks`: over queries and keys."""
-    lengths = [n for n in LENGTHS if n <= longest]
+    lengths = sorted({rows for n in LENGTHS if (rows := draw.lengths.whole(n)) <= longest})
+    longest = longest // draw.lengths.tile * draw.lengths.tile
     if longest >= TILES[0] and all(extent.negative for extent in draw.spec.extents):  # else the number of rows is fixed
-        separate = "key" in draw.inputs and not draw.spec.positional and not draw.causal
-        yield Sweep("lengths", (*(_apart(draw, roles, lengths) if separate else _together(draw, lengths)),))
-        if longest > LENGTHS[-1] and separate:
+        yield Sweep("lengths", (*(_apart if draw.keys_apart else _together)(draw, roles, lengths),))
+        if longest > LENGTHS[-1] and draw.keys_apart:
             yield Sweep("many keys or queries", (*_long_apart(draw, longest),))
         elif longest > LENGTHS[-1]:
             yield Sweep("last rows of a long call", (_long_together(draw, longest, decodes="cache" in roles or "first_position" in roles),))
@@ -62,19 +63,24 @@ def draw_sweeps(draw: Draw, roles: Mapping[str, str], longest: int, *, takes_hea
 def _apart(draw: Draw, roles: Collection[str], lengths: Sequence[int]) -> Iterator[CheckCase]:
     """Every length of keys with few queries, of queries with few keys, and some of both; rows of one large case."""
     whole = draw.case("", "plain", lengths[-1], queries=lengths[-1], batch=1, group="lengths")
-    yield from (_rows(whole, FEW_QUERIES, n) for n in lengths)
-    yield from (_rows(whole, 1, n) for n in OF_ONE_QUERY if n <= lengths[-1])
-    yield from (_rows(whole, n, FEW_KEYS) for n in lengths)
-    yield from (_rows(whole, *pair) for pair in ((129, 257), (257, 129)) if max(pair) <= lengths[-1])
-    for n in CAUSAL if "causal" in roles else ():
-        if n <= lengths[-1]:
-            yield replace(_rows(whole, n, n), name=f"{n} keys, causal", causal=True, passed={"causal": True}).seeing()
+    pairs = [(FEW_QUERIES, n) for n in lengths] + [(1, n) for n in OF_ONE_QUERY] + [(n, FEW_KEYS) for n in lengths]
+    pairs = [(draw.lengths.whole(queries), draw.lengths.whole(keys)) for queries, keys in (*pairs, *BOTH)]
+    yield from (_rows(whole, *pair) for pair in dict.fromkeys(pairs) if max(pair) <= lengths[-1])
+    yield from _causal(draw, roles, whole)
 
 
-def _together(draw: Draw, lengths: Sequence[int]) -> Iterator[CheckCase]:
+def _together(draw: Draw, roles: Collection[str], lengths: Sequence[int]) -> Iterator[CheckCase]:
     """As many queries as keys, of every length."""
     whole = draw.case("", "plain", lengths[-1], queries=lengths[-1], batch=1, group="lengths")
     yield from (_rows(whole, n, n) for n in lengths)
+    yield from _causal(draw, roles, whole)
+
+
+def _causal(draw: Draw, roles: Collection[str], whole: CheckCase) -> Iterator[CheckCase]:
+    """Calls with a causal flag, if there is one."""
+    for n in map(draw.lengths.whole, CAUSAL if "causal" in roles and not draw.causal else ()):
+        if n <= whole.key.shape[1]:
+            yield replace(_rows(whole, n, n), name=f"{n} keys, causal", causal=True, passed={"causal": True}).seeing()
 
 
 def _rows(case: CheckCase, queries: int, keys: int) -> CheckCase:
@@ -89,14 +95,15 @@ def _rows(case: CheckCase, queries: int, keys: int) -> CheckCase:
 def _long_settings(draw: Draw, roles: Mapping[str, str]) -> Iterator[CheckCase]:
     """Calls of more rows than tiles hold, with a value of each parameter and all sets of them."""
     settings = [*draw_settings(draw, roles)]
+    rows = draw.lengths.whole(ROWS_WITH_PARAMETERS)
     for setting in (*settings, *together_in_sets(settings)):
-        more = setting.of_case | {"group": "lengths", "queries": ROWS_WITH_PARAMETERS, "batch": 1}
-        yield draw.case(f"{ROWS_WITH_PARAMETERS} keys, {setting.words}", "plain", ROWS_WITH_PARAMETERS, **more)
+        more = setting.of_case | {"group": "lengths", "queries": rows, "batch": 1}
+        yield draw.case(f"{rows} keys, {setting.words}", "plain", rows, **more)
 
 
 def _long_apart(draw: Draw, longest: int) -> Iterator[CheckCase]:
     """Many keys with few queries, and many queries with few keys."""
-    for queries, keys in ((LAST, longest), (longest, LAST)):
+    for queries, keys in ((draw.lengths.whole(LAST), longest), (longest, draw.lengths.whole(LAST))):
         yield draw.case(f"{queries} queries, {keys} keys", "plain", keys, queries=queries, batch=1, group="lengths")
 
 
@@ -127,8 +134,8 @@ def _wide(draw: Draw) -> Iterator[CheckCase]:
             continue
         name = f"heads of {width}" if width == value_width else f"heads of {width}/{value_width}"
         fields = differing_fields(spec, draw.spec)
-        keys = draw.lengths.keys if not draw.spec.positional and "key" in draw.inputs and not draw.causal else draw.queries
-        yield replace(draw, spec=spec).case(name, "plain", keys, group="widths", fields=fields, is_optional=width != value_width)
+        keys = draw.lengths.keys if draw.keys_apart else draw.queries
+        yield replace(draw, spec=spec).case(name, "plain", keys, group="widths", fields=fields, is_optional=True)
 
 
 def _with_masks_of_heads(draw: Draw) -> CheckCase:

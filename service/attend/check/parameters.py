@@ -83,7 +83,7 @@ def draw_parameter_cases(
                 yield _packed(draw, f"{setting.words} with packed sequences and other lengths of keys", more, aligned)
     for together in together_in_sets(settings):
         yield draw.case(together.words, "plain", queries, **together.of_case)
-    if aligned is not None and "key" in draw.inputs:
+    if aligned is not None and "key" in draw.inputs and not draw.one_length:
         yield from _windows(draw, settings, aligned)
     if decodes and draw.causal and mask_of.get("padding") in ("mask", "padding") and "padding" not in draw.masks_alone:
         padded = draw.case("decoding with a padded key", "padding", queries, np.arange(queries) != 1, group="parameters")
@@ -105,7 +105,7 @@ def draw_parameter_cases(
 
 def _windows(draw: Draw, settings: Sequence[Setting], aligned: Alignment) -> Iterator[CheckCase]:
     """Calls with a window and more keys than queries, by itself and beside causality."""
-    keys = 2 * draw.queries + 1
+    keys = draw.lengths.whole(2 * draw.queries + 1)
     offset = keys - draw.queries if aligned == "bottom-right" else 0
     for setting in (x for x in settings if "window" in x.passed):
         for each in (setting, *(x & setting for x in settings if x.causal)):
@@ -114,7 +114,7 @@ def _windows(draw: Draw, settings: Sequence[Setting], aligned: Alignment) -> Ite
 
 def _moved(draw: Draw, name: str, more: Mapping[str, Any]) -> CheckCase:
     """A causal call with more keys than queries, of which each item has its own number: its last query is at the last of them."""
-    keys = 2 * draw.queries + 1
+    keys = draw.lengths.whole(2 * draw.queries + 1)
     lengths = keys - 1 - np.arange(draw.batch)[:, None, None] % draw.queries
     case = draw.case(name, "padding", keys, np.arange(keys) < lengths, **{**more, "causal": False})
     ends = lengths - draw.queries + np.arange(draw.queries)[:, None]
@@ -123,7 +123,7 @@ def _moved(draw: Draw, name: str, more: Mapping[str, Any]) -> CheckCase:
 
 def _packed(draw: Draw, name: str, more: Mapping[str, Any], aligned: Alignment) -> CheckCase:
     """A causal call with packed sequences, each of which has another number of keys more than queries."""
-    queries, keys = draw.segments(), 2 * draw.queries + 1
+    queries, keys = draw.segments(), draw.lengths.whole(2 * draw.queries + 1)
     share = np.arange(1, keys - draw.queries + 1) / (keys - draw.queries)
     more_keys = np.ceil(queries.max(axis=1, keepdims=True) * np.sqrt(share)).astype(int)  # a later sequence has more of them
     own = np.sort(np.concatenate((queries, more_keys), axis=1), axis=1)

@@ -13,6 +13,7 @@ from attend.check.groups import IN_GROUPS
 from attend.check.low_precision import HALF
 from attend.spec import LayerSpec
 
+MOST_WIDTHS = 4  # of heads that are listed
 AXES = {
     "output": ("item", "query", "number"),
     **dict.fromkeys(("dQ", "dK", "dV", "dX"), ("item", "row", "number")),
@@ -152,7 +153,8 @@ class Comparison:
         """Up to which length, in which dtype, in which widths and with which parameters it was looked at, as a clause."""
         if not self.keys:
             return ""
-        widths = f", heads of {self.widths[0]} to {self.widths[-1]} numbers" if len(self.widths) > 1 else ""
+        between = f"{self.widths[0]} to {self.widths[-1]}" if len(self.widths) > MOST_WIDTHS else _listed([*map(str, self.widths)])
+        widths = f", heads of {between} numbers" if len(self.widths) > 1 else ""
         widths += ", groups of heads" if any(x.case == IN_GROUPS and x.agrees for x in self.results) else ""
         gradients = f", gradients{' in float32' if self.dtype in HALF else ''} too"
         given = gradients if any(x.case == "gradients" and x.agrees for x in self.results) else ""

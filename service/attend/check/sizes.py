@@ -56,8 +56,10 @@ def in_other_sizes(candidate: Any, spec: LayerSpec | None, convention: Conventio
     return None
 
 
-def other_lengths(spec: LayerSpec, *, batched: bool) -> Lengths:
-    """Lengths that differ from the usual ones, and from heads and widths."""
+def other_lengths(spec: LayerSpec, *, batched: bool, tile: int = 1) -> Lengths:
+    """Lengths that differ from the usual ones, and from heads and widths, if they may."""
+    if tile > 1:
+        return lengths_for(spec, batched=batched, like=replace(LENGTHS, queries=tile + 1), tile=tile)
     lengths = lengths_for(spec, batched=batched, like=LENGTHS)
     taken = {spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.d_model, lengths.queries}
     return replace(lengths, keys=next(keys for keys in (13, 17, 19, 23, 29, 31) if keys not in taken))
@@ -75,7 +77,8 @@ def other_specs(spec: LayerSpec, seed: int, *, keeps_heads: bool) -> Iterator[La
     drawn = [sizes[i] for i in np.random.default_rng(seed).permutation(len(sizes))]
     drawn.sort(key=lambda size: (size[0] * group).bit_count() == 1)  # powers of 2 last: wrong slopes of ALiBi may be right in them
     found = 0
-    for kv, dim in (*drawn, *((kv, dim) for kv in kept for dim in (16, 32))):
+    usual = [(kv, dim) for kv in kept for dim in (16, 32, 64, 128) if dim > spec.head_dim or dim < 64]  # of what takes no others
+    for kv, dim in (*drawn[:2], *usual[:2], *drawn[2:], *usual[2:]):
         with suppress(ValueError):
             yield resized(spec, kv * group, kv, dim)
             found += 1

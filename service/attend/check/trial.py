@@ -6,7 +6,7 @@ depend on then tells causality; a row alone, whose softmax is 1, tells axes and 
 common.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain, product, zip_longest
@@ -33,7 +33,28 @@ ALL_AGREE = 5
 NOTHING_AGREES = 1
 LONGEST = 64  # rows that a class is constructed for until it is compared
 CHANGED = 1e-3  # of the largest number: by how much an output differs that depends on a key
+DTYPES = (None, "float16", "bfloat16", "float32")  # None: what is usual
+WIDTHS = (None, 64)  # of heads
+TILES = (None, 16, 64, 128)  # rows of which all lengths are multiples
 GUESSED = ("sizes", "arguments", "weights")  # options of which most values fit no candidate
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A convention that a candidate can be read as."""
+
+    agreeing: int  # how much agrees with it
+    convention: Convention
+    instead: Convention | None = None  # one with fewer axes under which all agrees
+    failures: Mapping[str | None, str] = field(default_factory=dict)  # framework -> what was raised with its arrays
+    asked: Ambiguous | None = None  # the question that it answers by a guess
+
+    @property
+    def answer(self) -> Convention:
+        """The convention. Ambiguous: it is a guess."""
+        if self.asked is not None:
+            raise self.asked
+        return self.convention
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +87,8 @@ class Trial:
     def cases_of(self, prepared: Candidate, group: Group = "short") -> Iterable[CheckCase]:
         """The cases for a candidate, which are the same for all that they are drawn for alike."""
         draw = prepared.draw(self.seed)
-        key = group, id(draw.weights), draw.dtype, draw.causal, draw.at_end, *draw.inputs, *draw.masks_per_item, None, *draw.masks_alone
-        key = *key, prepared.adapter.convention.takes_one_query, prepared.adapter.convention.batched
+        convention = prepared.adapter.convention
+        key = group, id(draw.weights), draw, convention.takes_one_query, convention.batched
         if key not in self.cases:
             self.cases[key] = Repeatable(prepared.draw_cases(self.seed, {group}))
         return self.cases[key]
@@ -87,11 +108,35 @@ class Trial:
         return result
 
     def reading(self, convention: Convention) -> tuple[Convention, Convention | None]:
-        """Axes, the order of packed weights and causality: the first reading that agrees, or else the first of those that agree most.
+        """Axes, the order of packed weights and causality: the first reading that agrees, or else the first of those that agree most; and a
+        dtype, a width of heads and a tile of rows, if a candidate raises with the usual ones.
 
         If it takes a batch of heads, readings with fewer axes count for nothing, since an axis that is taken for another one by mistake
         may be right in one of them. The second value is the first of those that agrees.
         """
+        refused: list[Reading | Exception] = []
+        for required in chain([convention], _required(convention)):
+            try:
+                found = self._reading(required)
+            except Ambiguous:
+                raise
+            except Exception as error:
+                refused.append(error)
+                continue
+            if found.agreeing:
+                return found.answer, found.instead
+            refused.append(found)
+        first, *_ = refused
+        if isinstance(first, Exception):
+            raise first
+        if first.asked is None and first.convention.framework != convention.framework:
+            raised = "; ".join(first.failures.values())
+            others = f"nor in half precision, with heads of {WIDTHS[-1]} numbers or with whole tiles of {TILES[-1]} rows"
+            raise ValueError(f'cannot call it on NumPy arrays or torch tensors, {others}: pass framework="torch" or "numpy"; {raised}')
+        return first.answer, first.instead
+
+    def _reading(self, convention: Convention) -> "Reading":
+        """The same with the convention's own dtype, width of heads and tile of rows."""
         best: tuple[int, Convention] | None = None
         most_axes, instead = 0, None
         failures: dict[str | None, str] = {}
@@ -109,15 +154,11 @@ class Trial:
                 instead = instead or (reading if agreeing == ALL_AGREE else None)
                 continue
             if agreeing == ALL_AGREE:
-                return reading, None
+                return Reading(agreeing, reading)
             if best is None or agreeing > best[0]:
                 best = agreeing, reading
-        if best is not None and best[0] <= NOTHING_AGREES and (asked := self._unsupported(convention, best[1])) is not None:
-            raise asked
-        if best is None or (best[0] == 0 and best[1].framework != convention.framework):
-            raised = "; ".join(failures.values())
-            raise ValueError(f'cannot call it on NumPy arrays or torch tensors: pass framework="torch" or "numpy"; {raised}')
-        return best[1], instead
+        assert best is not None  # there is a reading, or none can be prepared
+        return Reading(*best, instead, failures, self._unsupported(convention, best[1]) if best[0] <= NOTHING_AGREES else None)
 
     def _readings(self, convention: Convention) -> Iterator[Convention]:
         """The conventions under which a candidate can be prepared, the most common first. Ambiguous: there is none."""
@@ -259,6 +300,21 @@ class Trial:
                         return windowed, (words, spec)
         return convention if agrees else replace(convention, window=None), None
 
+    def keys(self, convention: Convention) -> Convention:
+        """Whether a candidate takes as many keys as queries alone."""
+        prepared = self.prepare(convention)
+        case = self._cross_attention(prepared)
+        try:
+            if case is not None and not prepared.adapter.skip_reason(case):
+                self.output(prepared, case)
+        except CallFailed:
+            return replace(convention, one_length=True)
+        return convention
+
+    def _cross_attention(self, prepared: Candidate) -> CheckCase | None:
+        """The short case with more keys than queries, if there is one."""
+        return next((case for case in self.cases_of(prepared) if case.name == "cross-attention"), None)
+
     def offset(self, convention: Convention) -> Convention:
         """Where the queries of an always causal candidate are, if there are more keys: the last query sees the last key, or does not."""
         prepared = self.prepare(convention)
@@ -266,12 +322,23 @@ class Trial:
             return convention
         at_start = convention.tried(query_offset="start")
         prepared = self.prepare(at_start)
-        case = next((case for case in self.cases_of(prepared) if case.name == "cross-attention"), None)
+        case = self._cross_attention(prepared)
         with suppress(CallFailed, ValueError):
             if case is not None:
                 before, after = (self.output(prepared, x) for x in (case, perturbed(case, -1, prepared)))
                 return convention.tried(query_offset="end") if changed_rows(before, after)[-1] else at_start
         return convention
+
+
+def _required(convention: Convention) -> Iterator[Convention]:
+    """The convention with what some kernels require, first one thing, and then several."""
+    in_order = sorted(product(DTYPES, WIDTHS, TILES), key=lambda values: sum(value is not None for value in values))
+    for dtype, width, tile in in_order[1:]:
+        with_them = convention if dtype is None else convention.tried(dtype=dtype)
+        with_them = with_them if width is None else with_them.tried(d_model=width * (convention.num_heads or 3))
+        with_them = with_them if tile is None else replace(with_them, tile=tile)
+        if with_them != convention:
+            yield with_them
 
 
 def _axes_of(reading: Convention) -> int:
