@@ -5,7 +5,6 @@ usual cause.
 """
 
 import inspect
-import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from copy import deepcopy
@@ -42,6 +41,7 @@ class CandidateResult:
     output: Array  # [b, q, d_model] if it has the right shape
     attention_weights: Array | None  # [b, h, q, k] if they have the right shape, or averaged over the heads [b, q, k]
     dtype: str
+    sums: Array | None = None  # a number for each row, such as the log-sum-exp of its scores, in the candidate's layout
 
     @property
     def has_averaged_weights(self) -> bool:
@@ -189,10 +189,13 @@ class Adapter(Arguments):
         if not parts or not hasattr(parts[0], "dtype"):
             raise ValueError(f"expected an array or a tuple (output, weights), got {type(parts[0] if parts else result).__name__}")
         has_weights = len(parts) > (2 if "cache" in self.roles else 1)  # the last of several is the cache
-        weights = parts[1] if has_weights and hasattr(parts[1], "dtype") else None
+        weights = as_float64(parts[1]) if has_weights and hasattr(parts[1], "dtype") else None
         rows = len(case.query) * case.fields.get("num_heads", self.heads) * case.query.shape[1]
-        weights = None if weights is not None and math.prod(weights.shape) == rows else weights  # a sum for each row, as of exponentials
+        are_sums = weights is not None and weights.size == rows
         dtype = max((self.dtype, dtype_of(parts[0])), key=lambda name: RELATIVE.get(name, 0.0))
         return CandidateResult(
-            self.as_output(as_float64(parts[0])), None if weights is None else self._as_weights(as_float64(weights)), dtype
+            output=self.as_output(as_float64(parts[0])),
+            attention_weights=None if weights is None or are_sums else self._as_weights(weights),
+            dtype=dtype,
+            sums=weights if are_sums else None,
         )

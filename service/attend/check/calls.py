@@ -100,6 +100,7 @@ class Calls:
     prepared: Candidate
     results: list[CaseResult] = field(default_factory=list)
     compared: list["ComparedCase"] = field(default_factory=list)  # cases that the candidate answered with numbers
+    with_sums: list["ComparedCase"] = field(default_factory=list)  # those of them with a number for each row
     failures: list[Failure] = field(default_factory=list)
     tried: dict[str, None] = field(default_factory=dict)  # parameters that got another value than their default
     refused: dict[str, str] = field(default_factory=dict)  # parameter -> what the candidate raised for its value
@@ -201,6 +202,7 @@ class Calls:
         self.keys = max(self.keys, case.key.shape[1])
         self.widths.add(compared.right.spec.head_dim)
         self.compared.append(compared)
+        self.with_sums += [] if compared.sums is None else [compared]
         return compared.result
 
     def _is_wrong_alike(self, compared: "ComparedCase") -> bool:
@@ -264,6 +266,7 @@ class ComparedCase:
     expected: Expected
     outputs: Sequence[ComparedOutput]
     seconds: float = 0.0  # of this thread, that the candidate took
+    sums: Array | None = None  # a number for each row, if it returned some beside the output
 
     @property
     def wrong(self) -> ComparedOutput | None:
@@ -309,7 +312,7 @@ def call(candidate: Candidate, case: CheckCase) -> ComparedCase:
         for name, x in expected.outputs.items()
         if (y := got[name]) is not None
     ]
-    return ComparedCase(right, expected, outputs, seconds)
+    return ComparedCase(right, expected, outputs, seconds, result.sums if case.whole is None else None)
 
 
 def _bounds(name: str, expected: Expected, moved: Spread | None) -> tuple[float, bool]:

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -15,7 +15,8 @@ from attend.check.adapter import CallFailed, NoCache
 from attend.check.alignment import WORDS
 from attend.check.alternatives import alternatives, raises, unexplained, with_fewest_mistakes
 from attend.check.calls import Calls, CaseResult, ComparedCase, Failure, call
-from attend.check.candidate import Candidate
+from attend.check.candidate import GROUPS, Candidate
+from attend.check.cases import Group
 from attend.check.computation import RELATIVE
 from attend.check.convention import make_convention
 from attend.check.disagreements import IN_SWEEP, UNEXPLAINED, disagreement, divergence_of, explained
@@ -25,10 +26,12 @@ from attend.check.families import layer_of, sizes_in_words
 from attend.check.gradients import compare_gradients, has_own_backward
 from attend.check.lengths import LONGEST
 from attend.check.loading import as_callable, load_candidate
+from attend.check.log_sum_exp import compare_log_sum_exps
 from attend.check.low_precision import HALF
 from attend.check.preparation import prepare
 from attend.check.report import Comparison, Disagreement
 from attend.check.rounded_steps import rounded_steps
+from attend.check.side_outputs import add_results
 from attend.check.signatures import FUNCTIONS, function_like, with_signature
 from attend.check.sizes import in_other_sizes
 from attend.check.tried import Tried, try_conventions
@@ -90,12 +93,13 @@ def _compare(loaded: Any, tried: Tried, *, seed: int, longest: int, backward: bo
             first = disagreement(next(x for x in called.compared if x.wrong is not None), Explanation())
             return replace(_compared(called), found=tried.found, disagreements=(replace(first, hint=hint),))
         backward = called.agree and (backward or has_own_backward(prepared, called.compared[0].right.case))
+        wrong_sum = add_results(called, "log-sum-exps", compare_log_sum_exps(called.with_sums)) if called.agree else None
         wrong_gradient = _compare_gradients(called, seed, longest) if backward else None
         comparison = replace(_compared(called), found=tried.found)
         failures = [_failure(x) for x in called.failures[:1]]
         if (changing := _changing(prepared, called.compared)) is not None:
             return replace(comparison, disagreements=(changing, *failures))
-        if (one := _in_sweep(called) or _misaligned(called) or wrong_gradient) is not None:
+        if (one := _in_sweep(called) or _misaligned(called) or wrong_sum or wrong_gradient) is not None:
             return replace(comparison, disagreements=(one,))
         in_others = partial(in_other_sizes, loaded, tried.spec, tried.convention, prepared, seed)
         found = explained(prepared, _evidence(called.compared), in_others, seed)
@@ -105,21 +109,19 @@ def _compare(loaded: Any, tried: Tried, *, seed: int, longest: int, backward: bo
 
 def _call_on_all(prepared: Candidate, seed: int, longest: int) -> Calls:
     """What the calls of a candidate gave; of many lengths and alignments only if the others agree."""
-    called = Calls(prepared)
-    for case in prepared.draw_cases(seed):
-        if case.group != "long" or case.key.shape[1] <= longest:
-            called.compare(case)
+    called = _call_on(prepared, seed, longest, GROUPS)
     if called.agree:
         for sweep in prepared.draw_sweeps(seed, longest):
             called.compare_together(sweep)
         for cases in prepared.draw_alignments(seed, longest):
             called.align(cases, prepared.adapter.aligned)
-        for name in prepared.adapter.others:
-            if called.agree and _changes_nothing(prepared, name, seed, longest):
-                called.tried[name] = None
-        for name, windowed in with_windows(prepared):
-            if called.agree and _is_right(windowed, seed, longest):
-                called.tried[name] = None
+        for name, other in (*_with_other_values(prepared), *with_windows(prepared)) if called.agree else ():
+            with suppress(ValueError):  # it returns no array with this value
+                further = _call_on(other, seed, longest, ("short", "long"))
+                is_flag = type(prepared.adapter.signature.parameters[name].default) is bool  # one that changes nothing may be ignored
+                if further.agree and (further.with_sums or not is_flag):
+                    called.tried[name] = None
+                    called.with_sums += further.with_sums
     convention = prepared.adapter.convention
     if convention.mask_replaces_causality and "mask_replaces_causality" not in convention.given:
         name = f"causality beside {prepared.adapter.roles['mask']}"
@@ -154,23 +156,24 @@ def _of_pages(called: Calls, seed: int, longest: int) -> str | None:
     return None
 
 
-def _changes_nothing(prepared: Candidate, name: str, seed: int, longest: int) -> bool:
-    """Whether a parameter of unknown meaning is a number such as the size of a tile, half of which gives the right numbers, too."""
+def _with_other_values(prepared: Candidate) -> Iterator[tuple[str, Candidate]]:
+    """Each parameter of unknown meaning that is a flag, or a number such as the size of a tile; and the candidate with the other value of
+    the flag, or with half the number, which may leave the output right."""
     adapter = prepared.adapter
-    default = parameter.default if (parameter := adapter.signature.parameters.get(name)) else None
-    if type(default) is not int or default < 2:
-        return False
-    halved = replace(adapter, function=partial(adapter.function, **{name: default // 2}))
-    return _is_right(replace(prepared, adapter=halved), seed, longest)
+    for name in adapter.others:
+        default = parameter.default if (parameter := adapter.signature.parameters.get(name)) else None
+        if type(default) is bool or (type(default) is int and default > 1):
+            other = not default if type(default) is bool else default // 2
+            yield name, replace(prepared, adapter=replace(adapter, function=partial(adapter.function, **{name: other})))
 
 
-def _is_right(candidate: Candidate, seed: int, longest: int) -> bool:
-    """Whether it agrees in the short and long calls, which pass none of its further parameters."""
-    cases = [case for case in candidate.draw_cases(seed, ("short", "long")) if case.group == "short" or case.key.shape[1] <= longest]
-    taken = [case for case in cases if not candidate.adapter.skip_reason(case.call)]
-    with suppress(CallFailed, NoCache):
-        return bool(taken) and all(call(candidate, case).wrong is None for case in taken)
-    return False
+def _call_on(candidate: Candidate, seed: int, longest: int, groups: Collection[Group]) -> Calls:
+    """What the calls of these groups gave."""
+    called = Calls(candidate)
+    for case in candidate.draw_cases(seed, groups):
+        if case.group != "long" or case.key.shape[1] <= longest:
+            called.compare(case)
+    return called
 
 
 def _compared(called: Calls) -> Comparison:
@@ -209,23 +212,7 @@ def _compare_gradients(called: Calls, seed: int, longest: int) -> Disagreement |
     short = (case for case in cases if case.group != "long" or case.key.shape[1] <= min(longest, LONGEST_BACKWARD))
     pairs = zip(called.alignments, called.prepared.draw_alignments(seed, LONGEST_BACKWARD), strict=False)
     aligned = (case for alignment, pair in pairs if (case := pair[alignment]).whole is None)
-    found = [*compare_gradients(called.prepared, chain(short, aligned))]
-    compared, skipped = [x for x in found if not x.skipped], [x for x in found if x.skipped]
-    right = [CaseResult("gradients", x.error, x.tolerance) for x in compared if x.error <= x.tolerance]
-    wrong = [x for x in compared if not x.error <= x.tolerance]
-    if right:
-        called.results.append(replace(max(right, key=lambda x: x.error / x.tolerance), calls=len(right)))
-    called.results += [CaseResult(f"{x.name}, {x.case.name}", x.error, x.tolerance) for x in wrong]
-    called.results += [CaseResult("gradients", skipped=f"since {x.skipped}", untried=True) for x in skipped[:1]]
-    if not wrong:
-        return None
-    first = wrong[0]
-    assert first.expected is not None and first.got is not None
-    index = tuple(map(int, np.argwhere(~(np.abs(first.got - first.expected) <= first.tolerance))[0]))
-    expected, got = (f"{x[index]:.9g}" for x in (first.expected, first.got))
-    common = [hint for hint in first.hints if all(hint in x.hints for x in wrong if x.name == first.name)]
-    hint = "the output is right, and its gradient is not" + (f": {common[0]}" if common else "")
-    return Disagreement(first.case.name, first.name, expected, got, index, hint)
+    return add_results(called, "gradients", compare_gradients(called.prepared, chain(short, aligned)))
 
 
 def _misaligned(called: Calls) -> Disagreement | None:

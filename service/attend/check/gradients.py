@@ -7,7 +7,7 @@ down by a little, and the losses of all these inputs are computed in one batch.
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from attend.check.backward import mistaken_gradients
 from attend.check.candidate import Candidate
 from attend.check.cases import CheckCase
 from attend.check.low_precision import HALF
+from attend.check.side_outputs import SideOutput
 from attend.tensors import Array
 
 STEP = 1e-5  # by which inputs are moved
@@ -24,27 +25,7 @@ RELATIVE = {"float64": 1e-7, "float32": 64 * 2.0**-23}  # errors of gradients, o
 NAMES = {"query": "dQ", "key": "dK", "value": "dV"}
 
 
-@dataclass(frozen=True, slots=True)
-class Gradient:
-    """The gradient of one input in one case, or why there is none."""
-
-    case: CheckCase
-    name: str = ""
-    expected: Array | None = None
-    got: Array | None = None
-    tolerance: float = 0.0
-    hints: tuple[str, ...] = ()  # what a wrong one is
-    skipped: str = ""
-
-    @property
-    def error(self) -> float:
-        if self.expected is None or self.got is None:
-            return 0.0
-        error = float(np.abs(self.got - self.expected).max())
-        return float("inf") if np.isnan(error) else error
-
-
-def compare_gradients(candidate: Candidate, cases: Iterator[CheckCase]) -> Iterator[Gradient]:
+def compare_gradients(candidate: Candidate, cases: Iterator[CheckCase]) -> Iterator[SideOutput]:
     """The gradients of every input, in those of the cases that have nothing but a mask or causality.
 
     Functions in half precision are called in float32.
@@ -59,15 +40,15 @@ def compare_gradients(candidate: Candidate, cases: Iterator[CheckCase]) -> Itera
             yield from _of_case(candidate, case)
 
 
-def _of_case(candidate: Candidate, case: CheckCase) -> Iterator[Gradient]:
+def _of_case(candidate: Candidate, case: CheckCase) -> Iterator[SideOutput]:
     adapter, torch = candidate.adapter, sys.modules.get("torch")
     if torch is None or adapter.framework != "torch" or adapter.dtype not in RELATIVE:
-        yield Gradient(case, skipped="gradients are compared of torch candidates in float32 and float64")
+        yield SideOutput(case, skipped="gradients are compared of torch candidates in float32 and float64")
         return
     try:
         outside, got = _backward(candidate, case, torch)
     except Exception as error:  # whatever the backward pass raises
-        yield Gradient(case, skipped=f"its backward pass raised {error}")
+        yield SideOutput(case, skipped=f"its backward pass raised {error}")
         return
     result = case.reference(candidate.spec, candidate.weights)
     scores = float(np.abs(result.scores, where=np.isfinite(result.scores), out=np.zeros(result.scores.shape)).max(initial=0.0))
@@ -75,7 +56,7 @@ def _of_case(candidate: Candidate, case: CheckCase) -> Iterator[Gradient]:
         rows = _rows_of(case, name)
         expected, gradient = _differences(candidate, case, name, outside, [*got], rows), gradient[:, rows]
         tolerance = RELATIVE[adapter.dtype] * max(1.0, scores) * max(float(np.abs(expected).max()), 1e-30)
-        found = Gradient(case, NAMES[name] if len(got) > 1 else "dX", expected, gradient, tolerance)
+        found = SideOutput(case, NAMES[name] if len(got) > 1 else "dX", expected, gradient, tolerance)
         if found.error <= tolerance:
             yield found
             continue

@@ -17,6 +17,7 @@ MOST_WIDTHS = 4  # of heads that are listed
 AXES = {
     "output": ("item", "query", "number"),
     **dict.fromkeys(("dQ", "dK", "dV", "dX"), ("item", "row", "number")),
+    "log_sum_exp": ("item", "head", "query"),
     "attention_weights": ("item", "head", "query", "key"),
 }
 
@@ -156,8 +157,8 @@ class Comparison:
         between = f"{self.widths[0]} to {self.widths[-1]}" if len(self.widths) > MOST_WIDTHS else _listed([*map(str, self.widths)])
         widths = f", heads of {between} numbers" if len(self.widths) > 1 else ""
         widths += ", groups of heads" if any(x.case == IN_GROUPS and x.agrees for x in self.results) else ""
-        gradients = f", gradients{' in float32' if self.dtype in HALF else ''} too"
-        given = gradients if any(x.case == "gradients" and x.agrees for x in self.results) else ""
+        sides = {"log-sum-exps": "", "gradients": " in float32" if self.dtype in HALF else ""}
+        given = "".join(f", {x.case}{sides[x.case]} too" for x in self.results if x.case in sides and x.agrees)
         given += f", and with {_listed(self.tried)}" if self.tried else ""
         return f", with up to {self.keys:,} keys{widths}{f', in {self.dtype}' if self.dtype else ''}{given}"
 
