@@ -52,7 +52,8 @@ In the order in which to read it:
     alignment.py             causal calls with more or fewer keys than queries
     gradients.py             gradients of the inputs of torch candidates
     log_sum_exp.py           log-sum-exps of the rows, which some return
-    side_outputs.py          what is said of both
+    dropout.py               what calls with dropout show
+    side_outputs.py          what is said of these
     backward.py              what they are with mistakes in a backward pass
     spread.py                how far outputs in half precision may be from the reference
     lengths.py               further calls of many lengths, widths and positions, if those agree

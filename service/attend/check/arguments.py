@@ -29,7 +29,7 @@ MASKS: dict[str, tuple[tuple[str, ...], str]] = {
 OPTIONAL = frozenset(  # roles of parameters that are passed only where a case is about them
     (
         *("mask", "padding", "lengths", "segments", "boundaries", "page_table", "cache", "use_cache"),
-        *("causal", "scale", "softcap", "window", "groups"),
+        *("causal", "scale", "softcap", "window", "groups", "dropout"),
     )
 )
 
@@ -115,13 +115,16 @@ class Arguments:
             return {"cache": self.empty_cache(), "use_cache": None, "first_position": case.first_row}[role]
         if (integers := self._integers(role, case)) is not None:
             return integers
+        is_training = "dropout" in case.passed
         plain = {
+            "training": is_training,
+            "dropout": 0.0,
             "heads": self.heads,
             "causal": takes_mask or self.convention.causal,
             "return_weights": True,
             "softcap": 0.0,
             "window": (-1, -1),
-            "module": SimpleNamespace(num_key_value_groups=self.heads // self.kv_heads, is_causal=False, training=False),
+            "module": SimpleNamespace(num_key_value_groups=self.heads // self.kv_heads, is_causal=False, training=is_training),
         }
         return plain.get(role, False)
 

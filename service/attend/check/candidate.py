@@ -81,7 +81,7 @@ class Candidate:
             drawn.append(draw_long_cases(draw, decodes=decodes))
         if "one row" in groups:
             drawn.append(draw_one_row(draw))
-        yield from map(self._as_passed, chain(*drawn))
+        yield from map(self.as_passed, chain(*drawn))
 
     def draw_sweeps(self, seed: int, longest: int) -> Iterator[Sweep]:
         """Calls of many lengths and widths, with at most `longest` rows."""
@@ -89,7 +89,7 @@ class Candidate:
         over_pairs = adapter.mask_role("mask") is not None and not adapter.convention.takes_one_query
         takes = {"takes_heads": adapter.heads_given, "takes_masks": over_pairs}
         for sweep in draw_sweeps(self.draw(seed), adapter.roles, longest, **takes):
-            yield replace(sweep, cases=tuple(map(self._as_passed, sweep.cases)))
+            yield replace(sweep, cases=tuple(map(self.as_passed, sweep.cases)))
 
     def draw_alignments(self, seed: int, longest: int) -> Iterator[dict[Alignment, CheckCase]]:
         """Causal calls with fewer and with more queries than keys, if a parameter makes them causal."""
@@ -97,7 +97,7 @@ class Candidate:
         if {"causal", "key"} <= roles.keys() and self.draw(seed).keys_apart and "mask" not in self.adapter.required:
             for cases in draw_alignments(self.draw(seed), roles["causal"], longest):
                 if not self.adapter.skip_reason(cases["top-left"]):
-                    yield {alignment: self._as_passed(case) for alignment, case in cases.items()}
+                    yield {alignment: self.as_passed(case) for alignment, case in cases.items()}
 
     def draw(self, seed: int, lengths: Lengths | None = None) -> Draw:
         """What draws the cases of this candidate."""
@@ -124,7 +124,7 @@ class Candidate:
             masks_per_item=tuple(kind for kind, differs in masks.items() if differs),
         )
 
-    def _as_passed(self, case: CheckCase) -> CheckCase:
+    def as_passed(self, case: CheckCase) -> CheckCase:
         """The case with what each call has to pass: segments, fields of the layer that are no defaults; with one query if it takes one."""
         roles, spec = self.adapter.roles.keys(), case.layer(self.spec)
         if self.adapter.convention.takes_one_query:
@@ -140,7 +140,7 @@ class Candidate:
         passed = {role: value for role, (value, _) in layer.items() if role in roles & needed} | dict(case.passed)
         if of_rope := roles & ROPE_TABLES:
             passed |= dict.fromkeys(of_rope, rope_of(spec))
-        whole, rolled_back = (other and self._as_passed(other) for other in (case.whole, case.rolled_back))
+        whole, rolled_back = (other and self.as_passed(other) for other in (case.whole, case.rolled_back))
         segments = one if roles & {"segments", "boundaries"} else None
         return replace(case, passed=passed, segments=segments, whole=whole, rolled_back=rolled_back)
 

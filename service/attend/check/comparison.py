@@ -21,6 +21,7 @@ from attend.check.computation import RELATIVE
 from attend.check.convention import make_convention
 from attend.check.disagreements import IN_SWEEP, UNEXPLAINED, disagreement, divergence_of, explained
 from attend.check.divergence import first_wrong_step
+from attend.check.dropout import compare_dropout
 from attend.check.explanation import Explanation
 from attend.check.families import layer_of, sizes_in_words
 from attend.check.gradients import compare_gradients, has_own_backward
@@ -94,12 +95,14 @@ def _compare(loaded: Any, tried: Tried, *, seed: int, longest: int, backward: bo
             return replace(_compared(called), found=tried.found, disagreements=(replace(first, hint=hint),))
         backward = called.agree and (backward or has_own_backward(prepared, called.compared[0].right.case))
         wrong_sum = add_results(called, "log-sum-exps", compare_log_sum_exps(called.with_sums)) if called.agree else None
+        wrong_dropout = add_results(called, "dropout", compare_dropout(prepared, seed)) if called.agree else None
+        called.tried |= _with_dropout(called)
         wrong_gradient = _compare_gradients(called, seed, longest) if backward else None
         comparison = replace(_compared(called), found=tried.found)
         failures = [_failure(x) for x in called.failures[:1]]
         if (changing := _changing(prepared, called.compared)) is not None:
             return replace(comparison, disagreements=(changing, *failures))
-        if (one := _in_sweep(called) or _misaligned(called) or wrong_sum or wrong_gradient) is not None:
+        if (one := _in_sweep(called) or _misaligned(called) or wrong_sum or wrong_dropout or wrong_gradient) is not None:
             return replace(comparison, disagreements=(one,))
         in_others = partial(in_other_sizes, loaded, tried.spec, tried.convention, prepared, seed)
         found = explained(prepared, _evidence(called.compared), in_others, seed)
@@ -154,6 +157,14 @@ def _of_pages(called: Calls, seed: int, longest: int) -> str | None:
         if _call_on_all(replace(called.prepared, adapter=adapter), seed, longest).agree:
             return words
     return None
+
+
+def _with_dropout(called: Calls) -> dict[str, None]:
+    """The parameters for dropout, if a call with it was right."""
+    roles = called.prepared.adapter.roles
+    if not any(result.case == "dropout" and result.agrees for result in called.results):
+        return {}
+    return {roles[role]: None for role in ("dropout", "training") if role in roles}
 
 
 def _with_other_values(prepared: Candidate) -> Iterator[tuple[str, Candidate]]:

@@ -203,6 +203,8 @@ CALL = {  # role of a parameter of the call -> its usual names, in lower case
     "heads": HEADS,
     "average": "average_attn_weights",
     "groups": "enable_gqa",  # whether several heads may share a key head
+    "dropout": "dropout_p dropout dropout_prob dropout_rate attn_dropout attention_dropout p_dropout",  # the probability
+    "training": "training is_training",  # whether it acts
 }
 OF_OPERATORS = tuple(name.partition(".")[0] for operator in OPERATORS for name in operator.axes)  # whose names mean themselves
 # Role of a weight -> its names besides q_proj, W_q, wq, w_qs, query, queries, to_q, q_lin, linear_q, fc_out, b_o, bias_q, qkv_proj, …
@@ -225,6 +227,8 @@ ROPE_TABLES = frozenset(("cosines", "sines", "cosines_and_sines", "turns"))  # r
 KNOWN_DEFAULTS: dict[str, Callable[[Any], bool]] = {  # with another default, the parameter of this name may mean something else
     "scale": lambda default: default in (None, inspect.Parameter.empty),
     "softcap": lambda default: default is None or isinstance(default, int | float),
+    "dropout": lambda default: default is inspect.Parameter.empty or isinstance(default, int | float),
+    "training": lambda default: default in (None, True, False, inspect.Parameter.empty),
     "window": lambda default: isinstance(default, tuple | list) and len(default) == 2,  # (left, right), as in FlashAttention
     **dict.fromkeys(ROPE_TABLES, lambda default: default is inspect.Parameter.empty),
 }

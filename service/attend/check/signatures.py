@@ -67,10 +67,9 @@ FUNCTIONS: dict[Like, KnownFunction] = {
         r"torch\..*\.scaled_dot_product_attention",
         {**HEADS_SECOND, "mask_means": "attend"},
         {"query": "query", "key": "key", "value": "value", "attn_mask": "mask", "is_causal": "causal", "scale": "scale"}
-        | {"enable_gqa": "groups"},
+        | {"enable_gqa": "groups", "dropout_p": "dropout"},
         "top-left",
         adds_numbers=True,
-        others=("dropout_p",),
         own_name="scaled_dot_product_attention",
         own_parameters=frozenset(("attn_mask", "dropout_p", "is_causal")),
     ),
