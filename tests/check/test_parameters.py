@@ -250,3 +250,39 @@ def test_inputs_are_contiguous_but_where_they_are_views():
         return attention()(q[None], k[None], v[None])[0].view(-1, 3, *q.shape[1:])
 
     assert compare(attend, framework="torch", longest=7).agrees
+
+
+def within(distance, left, right):
+    """Attention in a window of keys before and after each query's own, and causal if a flag asks for it."""
+
+    def attend(q, k, v, is_causal=False, window=None):
+        ahead = torch.arange(k.shape[2]) - torch.arange(q.shape[2])[:, None]
+        hidden = (ahead > 0) & is_causal
+        if window is not None:
+            hidden |= (ahead < -left(window)) | (ahead > right(window))
+        return functional.scaled_dot_product_attention(q, k, v, ~hidden.expand(1, 1, -1, -1))
+
+    attend.__name__ = distance
+    return attend
+
+
+@pytest.mark.parametrize(
+    ("distance", "left", "right"),
+    [
+        ("before the own key, with it", lambda n: n - 1, lambda n: math.inf),
+        ("around the own key", lambda n: n // 2, lambda n: n // 2),
+        ("on each side, with the own key", lambda n: n - 1, lambda n: n - 1),
+    ],
+)
+def test_the_size_of_a_window_is_tried_with_each_meaning(distance, left, right):
+    comparison = compare(within(distance, left, right), longest=7)
+    assert comparison.tried == ("is_causal", "window") and comparison.is_complete, f"\n{comparison}"
+
+
+def test_the_size_of_a_window_of_another_meaning_or_beside_a_flag_that_ends_it_is_not_tried():
+    assert compare(within("one more", lambda n: n, lambda n: math.inf), longest=7).parameters == ("window",)
+
+    def attend(q, k, v, is_causal=False, window=None):
+        return within("", lambda n: n - 1, lambda n: math.inf)(q, k, v, is_causal, None if is_causal else window)
+
+    assert compare(attend, longest=7).parameters == ("window",)

@@ -120,7 +120,7 @@ def _call_on_all(prepared: Candidate, seed: int, longest: int) -> Calls:
             called.align(cases, prepared.adapter.aligned)
         for name, other in (*_with_other_values(prepared), *with_windows(prepared)) if called.agree else ():
             with suppress(ValueError):  # it returns no array with this value
-                further = _call_on(other, seed, longest, ("short", "long"))
+                further = _call_on(other, seed, longest, ("short", "parameters", "long"), until_wrong=True)
                 is_flag = type(prepared.adapter.signature.parameters[name].default) is bool  # one that changes nothing may be ignored
                 if further.agree and (further.with_sums or not is_flag):
                     called.tried[name] = None
@@ -178,12 +178,14 @@ def _with_other_values(prepared: Candidate) -> Iterator[tuple[str, Candidate]]:
             yield name, replace(prepared, adapter=replace(adapter, function=partial(adapter.function, **{name: other})))
 
 
-def _call_on(candidate: Candidate, seed: int, longest: int, groups: Collection[Group]) -> Calls:
-    """What the calls of these groups gave."""
+def _call_on(candidate: Candidate, seed: int, longest: int, groups: Collection[Group], *, until_wrong: bool = False) -> Calls:
+    """What the calls of these groups gave; `until_wrong`: the first of them, up to a wrong one."""
     called = Calls(candidate)
     for case in candidate.draw_cases(seed, groups):
         if case.group != "long" or case.key.shape[1] <= longest:
             called.compare(case)
+        if until_wrong and called.compared and not called.agree:
+            break
     return called
 
 

@@ -172,11 +172,11 @@ PAGE_TABLES = "block_table block_tables page_table page_tables"
 HEADS = "num_heads n_heads heads h n_head nhead nheads num_attention_heads head_num"
 CALL = {  # role of a parameter of the call -> its usual names, in lower case
     "query": "query queries q x x_q xq input inputs inputs_q input_q hidden_states query_states embeddings",
-    "key": "key keys k x_k xk inputs_k input_k key_states context memory encoder_hidden_states key_value_states kv x_kv",
+    "key": "key keys k x_k xk inputs_k input_k key_states context memory encoder_hidden_states key_value_states kv x_kv xa",
     "value": "value values v x_v xv inputs_v input_v value_states",
     "mask": "mask attn_mask attention_mask attend_mask block_mask src_mask attn_bias",
     "padding": "key_padding_mask padding_mask pad_mask key_mask context_mask",
-    "lengths": "valid_lens valid_len valid_lengths valid_length lengths lens seq_lens seq_lengths",
+    "lengths": "valid_lens valid_len valid_lengths valid_length lengths lens seq_lens seq_lengths kv_lens kv_lengths",
     "segments": "segments segment_ids segment_id document_ids document_id doc_ids sequence_ids seq_ids",
     "boundaries": "cu_seqlens cu_seq_lens cu_seqlens_q",
     "key_boundaries": "cu_seqlens_k cu_seqlens_kv",
@@ -196,7 +196,7 @@ CALL = {  # role of a parameter of the call -> its usual names, in lower case
     "first_position": "start_pos start_position past_length past_len cache_len",
     "causal": "causal is_causal use_causal_mask",
     "scale": "scale softmax_scale sm_scale scaling attn_scale",
-    "softcap": "softcap soft_cap logits_soft_cap attn_logit_softcapping logit_softcapping",
+    "softcap": "softcap soft_cap logit_cap logits_soft_cap attn_logit_softcapping logit_softcapping",
     "window": "window_size",
     "return_weights": "need_weights return_weights return_attn return_attention return_attn_weights return_attention_weights "
     "return_attention_scores output_attentions",

@@ -18,6 +18,7 @@ from attend.spec import LayerSpec
 
 KEYS = 5  # of the window, with the query's own
 WINDOWS = ((KEYS - 1, None), (KEYS // 2, KEYS // 2))  # before and after the own key: of a causal layer, and around the own
+ON_EACH_SIDE = (KEYS - 1, KEYS - 1)  # with the own key, as causality leaves the first of these windows
 
 
 def with_and_without_window(candidate: Any, prepared: Candidate, convention: Convention) -> list[Convention]:
@@ -45,10 +46,10 @@ def with_windows(prepared: Candidate) -> Iterator[tuple[str, Candidate]]:
     """A parameter of calls that is the size of a window, if the layer has none, and the candidate with each window that it may be."""
     adapter = prepared.adapter
     if not prepared.spec.positional:
-        for parameter, window in product(_sizes_in(adapter), WINDOWS):
-            convention = replace(adapter.convention, window=window)
-            windowed = passing_window(replace(adapter, convention=convention), None)
-            yield parameter.name, replace(prepared, adapter=windowed, spec=with_window(prepared.spec, convention))
+        for parameter, window in product(_sizes_in(adapter), (*WINDOWS, ON_EACH_SIDE)):
+            windowed = replace(adapter, function=partial(adapter.function, **{parameter.name: KEYS}))
+            spec = with_window(prepared.spec, replace(adapter.convention, window=window))
+            yield parameter.name, replace(prepared, adapter=windowed, spec=spec)
 
 
 def with_window(spec: LayerSpec, convention: Convention) -> LayerSpec:
