@@ -18,7 +18,7 @@ PREFIXES = (3, 2)
 
 
 def padded_model(family: str) -> Any:
-    """A decoder, each of which does something else in the rows of padding."""
+    """A model, each of which does something else in the rows of padding. DeBERTa's masks say that these see no key."""
     import transformers as hf
 
     one = {"vocab_size": 31, "hidden_size": 24, "num_attention_heads": 3, "num_hidden_layers": 2}
@@ -29,12 +29,17 @@ def padded_model(family: str) -> Any:
     if family == "falcon":
         own = {"multi_query": False, "new_decoder_architecture": False, "attn_implementation": "eager"}  # set later, it would not be taken
         return filled(hf.FalconForCausalLM(hf.FalconConfig(**one, **own)))
+    if family.startswith("deberta"):
+        own = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "max_relative_positions": 9}
+        both = {"deberta": (hf.DebertaModel, hf.DebertaConfig), "deberta_v2": (hf.DebertaV2Model, hf.DebertaV2Config)}
+        model, config = both[family]
+        return filled(model(config(**SIZES, **own)))
     sizes = {"head_dim": 10, "num_key_value_heads": 1, "num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 3}
     return filled(hf.GptOssForCausalLM(hf.GptOssConfig(**SIZES | {"intermediate_size": 20}, **sizes)))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["bloom", "mpt", "falcon", "gpt_oss"])
+@pytest.mark.parametrize("family", ["bloom", "mpt", "falcon", "gpt_oss", "deberta", "deberta_v2"])
 def test_rows_of_padding_do_not_count_as_differences(server: Any, family: str) -> None:
     model = padded_model(family)
     with Client(server.url) as client:
@@ -63,6 +68,54 @@ def test_a_difference_in_one_row_of_a_padded_batch_counts(server: Any) -> None:
         assert captured["changed-0"].difference > 0.1 and captured["changed-1"].difference < 1e-5
         for name in captured:
             client.delete_layer(name)
+
+
+class Masked(nn.Module):
+    """Attention that someone wrote with a mask of pairs, 1 for visible; `blocks_rows`: of padding also as queries, as DeBERTa does."""
+
+    def __init__(self, blocks_rows: bool) -> None:
+        super().__init__()
+        self.attention, self.blocks_rows = PairMasked(), blocks_rows
+
+    def forward(self, x: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        keys = attention_mask[:, None, None].expand(-1, 1, x.shape[1], -1)
+        attended: torch.Tensor = self.attention(x, keys * attention_mask[:, None, :, None] if self.blocks_rows else keys)
+        return attended
+
+
+class PairMasked(nn.Module):
+    """One head."""
+
+    num_heads = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(14, 14) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        scores = self.q_proj(x) @ self.k_proj(x).mT / 14**0.5
+        weights = scores.masked_fill(mask[:, 0] == 0, torch.finfo(x.dtype).min).softmax(-1)
+        projected: torch.Tensor = self.o_proj(weights @ self.v_proj(x))
+        return projected
+
+
+@pytest.mark.parametrize("blocks_rows", [True, False])
+def test_rows_of_padding_count_unless_the_modules_own_mask_blocks_them(client: Client, blocks_rows: bool) -> None:
+    """A mask among the arguments of the layer's module says which. A row of padding is changed behind the layer."""
+    model, padding = filled(Masked(blocks_rows)), torch.tensor([[1] * 5, [1] * 3 + [0] * 2, [0] + [1] * 4])
+    inputs = {"x": torch.randn(3, 5, 14), "attention_mask": padding}
+    same = attend.capture(model, inputs, client, name="pairs", layout="vit")
+    assert same.difference < 1e-5
+    visible = same["pairs-0"].request["attend_mask" if blocks_rows else "attend_keys"]
+    np.testing.assert_array_equal(visible, padding[:, None] * padding[:, :, None] if blocks_rows else padding)
+    mine = client.attend(**same["pairs-0"].request, layer="pairs-0", outputs=["output"]).output
+    np.testing.assert_allclose(mine, same["pairs-0"].output, atol=1e-4)  # also in rows without keys
+    row = torch.zeros(3, 5, 1)
+    row[1, 4] = 9
+    model.attention.o_proj.register_forward_hook(lambda _, args, result: result + row)
+    changed = attend.capture(model, inputs, client, name="pairs", layout="vit")
+    client.delete_layer("pairs-0")
+    assert changed.difference < 1e-5 if blocks_rows else changed.difference > 0.1
 
 
 def shared_prefix() -> torch.Tensor:

@@ -30,6 +30,7 @@ class Call:
     weights: Array | None = None  # [b, h, q, k]
     mask: Array | None = None  # added to the scores, or bool with True for visible; [b or 1, h or 1, q or 1, k]
     has_mask: bool = False  # whether `mask` is known; None is then no mask
+    pairs: Array | None = None  # [b or 1, 1, q, k] that the module of the layer got: may be a mask
     fields: dict[str, Any] = field(default_factory=dict)  # fields of a request, where the module was told its masks
 
 
@@ -45,15 +46,25 @@ def requests_of(call: Call, spec: LayerSpec, causal: bool | None, given: Array |
         fields |= {"key": key} | ({} if _same(key, value) else {"value": value})
     if "positions" in call.inputs:
         fields |= dict.fromkeys(("positions", "key_positions") if "key" in fields else ("positions",), call.inputs["positions"])
-    if call.has_mask or (given is not None and given.ndim == 4):
+    mask = call.mask if call.has_mask else given if given is not None and given.ndim == 4 else _visible_by(call.pairs, given)
+    if call.has_mask or mask is not None:
         shape = len(query), query.shape[1], key.shape[1]
-        mask = call.mask if call.has_mask else given
         masks = [_mask_fields(visible, spec, shape, call.weights) | call.fields for visible in visible_pairs(mask)]
     else:
         keys = {} if given is None or given.all() else {"attend_keys": given.astype(bool)}
         masks = [keys | ({"causal": True} if one else {}) for one in ((causal,) if causal is not None else (False, True))]
         masks = [mask | _fully_masked(seen_rows(fields | mask, spec), call.weights) for mask in masks]
     return [_without_batch(fields | mask) if len(query) == 1 else fields | mask for mask in masks]
+
+
+def _visible_by(pairs: Array | None, given: Array | None) -> Array | None:
+    """A tensor of 0 and 1, [b or 1, 1, q, k], as bool, if its ones are of the keys of real tokens, `given` [b, k]; None if it is no mask.
+
+    DeBERTa's says that rows of padding see no key.
+    """
+    if pairs is None or given is None or not np.isin(pairs, (0, 1)).all():
+        return None
+    return pairs.astype(bool) if np.array_equal(pairs.any((1, 2)), given.astype(bool)) else None
 
 
 def seen_rows(fields: Mapping[str, Any], spec: LayerSpec) -> Array:

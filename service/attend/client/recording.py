@@ -165,6 +165,8 @@ class Recorder:
         self.inputs: dict[nn.Module, list[Array]] = {}  # of each call
         self.outputs: dict[nn.Module, list[Array]] = {}
         self.told: dict[nn.Module, list[Call]] = {}  # calls of nn.MultiheadAttention
+        self.parents = {child: module for module in model.modules() for child in module.children()}
+        self.pairs: dict[nn.Module, list[Tensor | None]] = {}  # of each call of a parent, [b or 1, 1, q, k]
         self.positions: list[Array] = []  # ids that RoPE rotates by: [b, n], and of several axes [axes, b, n] or [n, axes]
         self.attention: Any = None  # of a model of transformers: its attention calls
         self._stack = ExitStack()
@@ -177,6 +179,8 @@ class Recorder:
             else:
                 self._hook(module.register_forward_pre_hook(self._keep_input, with_kwargs=True))
                 self._hook(module.register_forward_hook(self._keep_output))
+        for parent in {self.parents[query] for layer in self.layers if (query := layer.modules["query"]) in self.parents}:
+            self._hook(parent.register_forward_pre_hook(self._keep_pairs, with_kwargs=True))
         for module in self.model.modules():
             if "Rotary" in type(module).__name__ or "Rope" in type(module).__name__:
                 self._hook(module.register_forward_pre_hook(self._keep_positions, with_kwargs=True))
@@ -215,6 +219,9 @@ class Recorder:
         calls = [Call(dict(zip(("query", "key", "value"), arrays, strict=True))) for arrays in zip(*series, strict=False)]
         for call, output in zip(calls, self.outputs.get(layer.modules["output"], []), strict=False):
             call.output = output
+        for call, pairs in zip(calls, self.pairs.get(self.parents.get(query, self.model), []), strict=False):
+            is_of_rows = pairs is not None and pairs.shape[2:] == (call.inputs["query"].shape[1], call.inputs["key"].shape[1])
+            call.pairs = from_torch(pairs) if is_of_rows else None
         for call, seen in zip(calls, self._attention_calls(query), strict=False):
             rows, keys = call.inputs["key"].shape[1], seen.keys
             if keys != rows:
@@ -239,6 +246,10 @@ class Recorder:
 
     def _keep_output(self, module: nn.Module, _: Any, result: Any) -> None:
         self.outputs.setdefault(module, []).append(_rows(module, result))
+
+    def _keep_pairs(self, module: nn.Module, values: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        tensors = (value for value in (*values, *named.values()) if isinstance(value, Tensor) and value.ndim == 4 and value.shape[1] == 1)
+        self.pairs.setdefault(module, []).append(next(tensors, None))
 
     def _keep_told(self, module: nn.MultiheadAttention, values: tuple[Any, ...], named: Mapping[str, Any], result: Any) -> None:
         names = ("query", "key", "value", "key_padding_mask", "need_weights", "attn_mask", "average_attn_weights", "is_causal")
