@@ -10,7 +10,7 @@ from torch import nn
 import attend
 from attend.client import Client
 from attend.errors import InvalidRequest
-from support.models import SIZES, TOKENS, filled, own_attention
+from support.models import PADDED, SIZES, TOKENS, filled, own_attention
 
 LEFT = {"input_ids": TOKENS, "attention_mask": torch.tensor([[1] * 7, [0] * 3 + [1] * 4])}  # the first rows of the second item see no key
 SHARED = torch.tensor([[0, 1, 2, 3, 4, 3, 4], [0, 1, 2, 3, 2, 3, 4]])  # positions behind a prefix that two continuations share
@@ -116,6 +116,76 @@ def test_rows_of_padding_count_unless_the_modules_own_mask_blocks_them(client: C
     changed = attend.capture(model, inputs, client, name="pairs", layout="vit")
     client.delete_layer("pairs-0")
     assert changed.difference < 1e-5 if blocks_rows else changed.difference > 0.1
+
+
+class BatchSecond(nn.Module):
+    """Tokens [b, n], whose rows the attention gets as [n, b, width], or every second of them."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self.embedding, self.attention, self.step = nn.Embedding(31, 14), RowsFirst() if step == 1 else PairMasked(), step
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        rows = self.embedding(input_ids)[:, :: self.step]
+        attended: torch.Tensor = self.attention(
+            rows if self.step > 1 else rows.transpose(0, 1), attention_mask[:, None, None, :: self.step]
+        )
+        return attended
+
+
+class RowsFirst(PairMasked):
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        scores = torch.einsum("qbd,kbd->bqk", self.q_proj(x), self.k_proj(x)) / 14**0.5
+        weights = scores.masked_fill(mask[:, 0] == 0, torch.finfo(x.dtype).min).softmax(-1)
+        projected: torch.Tensor = self.o_proj(torch.einsum("bqk,kbd->qbd", weights, self.v_proj(x)))
+        return projected
+
+
+@pytest.mark.parametrize("items", [2, 1])
+def test_a_layer_that_has_the_batch_second_is_recorded_with_the_batch_first(client: Client, items: int) -> None:
+    model, inputs = filled(BatchSecond(1)), {name: tensor[-items:] for name, tensor in PADDED.items()}
+    captured = attend.capture(model, inputs, client, name="second", layout="vit")
+    client.delete_layer("second-0")
+    expected = model.embedding(inputs["input_ids"]).detach()
+    np.testing.assert_array_equal(captured["second-0"].request["query"], expected if items == 2 else expected[0])
+    assert captured.difference < 1e-5
+
+
+def test_a_mask_of_other_rows_than_those_of_the_layer_is_refused(client: Client) -> None:
+    with pytest.raises(InvalidRequest, match=r"expected a mask of the layer's 2 batch items and 4 keys, got \[2, 7\], at /inputs"):
+        attend.capture(filled(BatchSecond(2)), PADDED, client, layout="vit")
+
+
+@pytest.mark.slow
+def test_fsmt_has_the_batch_second(server: Any) -> None:
+    import transformers as hf
+
+    sides = {
+        f"{side}_{name}": size
+        for side in ("encoder", "decoder")
+        for name, size in {"layers": 1, "attention_heads": 3, "ffn_dim": 17}.items()
+    }
+    config = hf.FSMTConfig(langs=["en", "de"], src_vocab_size=31, tgt_vocab_size=31, d_model=24, **sides)
+    with Client(server.url) as client:
+        inputs = PADDED | {"decoder_input_ids": TOKENS[:, :5], "use_cache": False}
+        captured = attend.capture(filled(hf.FSMTModel(config)), inputs, client, name="fsmt")
+        for name in captured:
+            client.delete_layer(name)
+    assert list(captured) == ["fsmt-encoder-0", "fsmt-decoder-0", "fsmt-cross-0"] and captured.difference < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("items", [2, 1])
+def test_xlnet_is_refused(client: Client, items: int) -> None:
+    """Its module gives the output after the residual and a norm, so that nothing is known to compare with."""
+    import transformers as hf
+
+    model = filled(hf.XLNetModel(hf.XLNetConfig(vocab_size=31, d_model=24, n_layer=2, n_head=3, d_inner=17)))
+    inputs = {name: tensor[-items:] for name, tensor in PADDED.items()}
+    with pytest.raises(
+        InvalidRequest, match=rf"expected a layer that gets rows .*, got rows \[7, {items}, 24\] in a XLNetRelativeAttention$"
+    ):
+        attend.capture(model, inputs, client)
 
 
 def shared_prefix() -> torch.Tensor:

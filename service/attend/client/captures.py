@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from attend.client.client import Client
-from attend.client.model_calls import VISIBLE, Call, given_mask, requests_of, seen_rows, words_of
+from attend.client.model_calls import VISIBLE, Call, batch_first, given_mask, has_batch_second, requests_of, seen_rows, words_of
 from attend.client.model_inputs import check_cache, model_arguments
 from attend.client.notebook import heat_maps
 from attend.errors import InvalidRequest, RequestError
@@ -176,7 +176,7 @@ class Capture(Mapping[str, CapturedLayer]):
             except RequestError as refusal:
                 skipped[layer.name] = str(refusal)
         if not layers:
-            raise InvalidRequest.where("", "a layer that the service computes", "; ".join(skipped.values()))
+            raise InvalidRequest.where("", "a layer that the service computes", "; ".join(dict.fromkeys(skipped.values())))
         return replace(self, layers=layers, skipped=skipped)
 
     def _repr_html_(self) -> str:
@@ -244,7 +244,15 @@ def capture(
 
 
 def _captured(name: str, layer: "AttentionLayer", call: Call, arguments: Mapping[str, Array], tokenizer: Any) -> CapturedLayer:
-    """The layer with the requests that repeat its call."""
+    """The layer with the requests that repeat its call. Raises InvalidRequest if what its module gives is not that of the layer alone."""
+    if has_batch_second(call, arguments, layer.part):
+        if layer.modules["output"] is layer.modules["query"]:
+            expected = (
+                "a layer that gets rows [batch, rows, width], or whose projections of queries and of the output are modules of their own"
+            )
+            got = f"rows {list(call.inputs['query'].shape)} in a {type(layer.modules['query']).__name__}"
+            raise InvalidRequest.where("", expected, got)
+        call = batch_first(call)
     queries, keys = call.inputs["query"].shape[1], call.inputs["key"].shape[1]
     words = words_of(arguments, layer.part, tokenizer, queries, keys)
     requests = requests_of(call, layer.spec, layer.causal, given_mask(arguments, layer.part))

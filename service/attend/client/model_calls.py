@@ -1,12 +1,13 @@
 """A call of an attention layer inside a model, as fields of a request that repeats it: inputs, mask in the fewest fields, words."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from attend.client.model_inputs import TOKENS
+from attend.errors import InvalidRequest
 from attend.spec import LayerSpec
 from attend.tensors import Array
 
@@ -51,6 +52,9 @@ def requests_of(call: Call, spec: LayerSpec, causal: bool | None, given: Array |
         shape = len(query), query.shape[1], key.shape[1]
         masks = [_mask_fields(visible, spec, shape, call.weights) | call.fields for visible in visible_pairs(mask)]
     else:
+        if given is not None and (len(given) not in (1, len(query)) or given.shape[1] != key.shape[1]):
+            expected = f"a mask of the layer's {len(query)} batch items and {key.shape[1]} keys"
+            raise InvalidRequest.where("/inputs", expected, str(list(given.shape)))
         keys = {} if given is None or given.all() else {"attend_keys": given.astype(bool)}
         masks = [keys | ({"causal": True} if one else {}) for one in ((causal,) if causal is not None else (False, True))]
         masks = [mask | _fully_masked(seen_rows(fields | mask, spec), call.weights) for mask in masks]
@@ -142,6 +146,22 @@ def _allowed(spec: LayerSpec, causal: bool, queries: int, keys: int) -> Array:
 def _without_batch(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The fields without the first axis of their tensors, which has length 1."""
     return {name: value[0] if isinstance(value, np.ndarray) else value for name, value in fields.items()}
+
+
+def has_batch_second(call: Call, arguments: Mapping[str, Array], part: str) -> bool:
+    """Whether the layer got its rows as [n, b, width]: its query has the axes of the model's tokens, [b, n], in the other order."""
+    name = _sequences(arguments, part)[0]
+    tokens = arguments.get(name, arguments.get(name.replace("input_ids", "inputs_embeds")))
+    if tokens is None or tokens.ndim < 2 or call.has_mask:  # a mask that is known is that of an attention function, or of a torch module
+        return False
+    batch, rows = tokens.shape[:2]
+    return batch != rows and call.inputs["query"].shape[:2] == (rows, batch)
+
+
+def batch_first(call: Call) -> Call:
+    """The call of a layer that has the batch second."""
+    output = None if call.output is None else call.output.swapaxes(0, 1)
+    return replace(call, inputs={name: value.swapaxes(0, 1) for name, value in call.inputs.items()}, output=output)
 
 
 def given_mask(arguments: Mapping[str, Array], part: str) -> Array | None:
