@@ -115,7 +115,7 @@ def test_a_parameter_of_a_function_that_is_the_size_of_a_window_gets_a_small_one
 class T5(nn.Module):
     """T5's biases by distance, which the encoder has for both directions and the decoder for one."""
 
-    directions, divisor, sign = 2, 1.0, 1
+    directions, is_divided, sign = 2, False, 1
 
     def __init__(self, d_model: int, num_heads: int, num_buckets: int = 32, max_distance: int = 29) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ class T5(nn.Module):
         q, k, v = (p(hidden_states).unflatten(2, (self.num_heads, -1)).transpose(1, 2) for p in (self.q, self.k, self.v))
         rows = torch.arange(q.shape[2])
         bias = self.relative_attention_bias(self.bucket(self.sign * (rows - rows[:, None]))).permute(2, 0, 1)
-        scores = q @ k.transpose(2, 3) / self.divisor + bias
+        scores = q @ k.transpose(2, 3) / (q.shape[3] ** 0.5 if self.is_divided else 1.0) + bias
         if self.directions == 1:
             scores = scores.masked_fill(rows > rows[:, None], -torch.inf)
         output: Tensor = self.o((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
@@ -147,7 +147,7 @@ class T5(nn.Module):
     [
         ({}, "relative_bias"),
         ({"directions": 1}, "T5's biases of earlier keys alone"),
-        ({"divisor": 2.0}, "T5's biases of earlier and later keys, and scores divided by sqrt(head_dim)"),
+        ({"is_divided": True}, "T5's biases of earlier and later keys, and scores divided by sqrt(head_dim)"),
     ],
 )
 def test_t5_biases_are_found_by_the_name_of_their_weight(differs: dict[str, Any], words: str) -> None:

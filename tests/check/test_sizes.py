@@ -1,8 +1,11 @@
 """Mistakes are named if they hold in other sizes too."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
 
 from attend.check import compare
 from attend.check.cases import Lengths
@@ -53,6 +56,46 @@ class ZeroesPadded(Attention):
     def forward(self, query, key, value, key_padding_mask=None):
         kept = key if key_padding_mask is None else key * key_padding_mask[..., None]
         return self.attend(query, kept, value, torch.zeros(1, dtype=torch.bool))
+
+
+class AlwaysThreeHeads(nn.Module):
+    """Multi-head attention whose `num_heads` is right for the sizes of most cases alone."""
+
+    def __init__(self, d_model, num_heads):
+        super().__init__()
+        self.num_heads, self.qkv, self.out = num_heads, nn.Linear(d_model, 3 * d_model), nn.Linear(d_model, d_model)
+        self.scale = 0.5 if num_heads == 3 else d_model**-0.5
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(2, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        return self.out(scaled_dot_product_attention(q, k, v, scale=self.scale).transpose(1, 2).flatten(2))
+
+
+class RotatesHalf(Attention):
+    """RoPE on the first half of each head."""
+
+    def rotate(self, x):
+        dims = x.shape[-1] // 2
+        angles = torch.outer(torch.arange(x.shape[2]), 1e4 ** -(torch.arange(0, dims, 2) / dims))
+        first, second, rest = x.split([dims // 2, dims // 2, x.shape[-1] - dims], -1)
+        rotated = first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin(), rest
+        return torch.cat(rotated, -1)
+
+    def forward(self, x):
+        q, k, v = (layer(x).unflatten(2, (self.num_heads, -1)).transpose(1, 2) for layer in (self.q_proj, self.k_proj, self.v_proj))
+        heads = scaled_dot_product_attention(self.rotate(q), self.rotate(k), v, is_causal=True)
+        return self.o_proj(heads.transpose(1, 2).flatten(2))
+
+
+def test_a_layer_that_other_sizes_leave_open_is_not_accused():
+    comparison = compare(RotatesHalf, spec=LayerSpec(d_model=24, num_heads=3, rope={"dims": 4}), causal=True, longest=7)
+    assert comparison.agrees, f"\n{comparison}"
+
+
+def test_a_class_is_looked_at_in_another_size_too():
+    first = compare(AlwaysThreeHeads, longest=7).first
+    assert first.hint.startswith("with 3 heads of 4 numbers it agrees: this is what comes out when the scores are divided by sqrt(d_model)")
+    assert re.fullmatch(r"no mask, [67] heads of \d+ numbers", first.case)
 
 
 def test_a_mistake_that_alone_changes_nothing_is_not_named_beside_another(monkeypatch):

@@ -162,7 +162,10 @@ class WithoutPositions(Grouped):
 
 class WithAlibi(WithoutPositions):
     def slopes(self):
-        return [2.0 ** (-8 * (i + 1) / 4) for i in range(4)] + [2.0 ** (-4 * (2 * i + 1) / 4) for i in range(self.heads - 4)]
+        power = 2 ** (self.heads.bit_length() - 1)
+        return [2.0 ** (-8 * (i + 1) / power) for i in range(power)] + [
+            2.0 ** (-4 * (2 * i + 1) / power) for i in range(self.heads - power)
+        ]
 
     def forward(self, x):
         q, k, v = (

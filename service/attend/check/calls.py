@@ -120,6 +120,12 @@ class Calls:
         """Whether no call was wrong, and one was right."""
         return bool(self.compared) and not self.failures and all(x.wrong is None for x in self.compared)
 
+    def add_together(self, name: str, agreeing: Sequence[CaseResult]) -> None:
+        """One result of those that agree, if there are some: the worst."""
+        if agreeing:
+            worst = max(agreeing, key=lambda result: result.error / result.tolerance)
+            self.results.append(replace(worst, case=name, calls=len(agreeing)))
+
     def compare_together(self, sweep: Sweep) -> None:
         """The same with the cases of a sweep: those that agree, and those that the candidate refuses, have one result."""
         kept = len(self.compared)
@@ -135,9 +141,7 @@ class Calls:
             right = [result.case for result in agreeing]
             self.wrong_in_sweep = WrongInSweep(sweep, wrong[0], [x.right.case.name for x in wrong], right)
         del self.compared[kept:]
-        if agreeing:
-            worst = max(agreeing, key=lambda result: result.error / result.tolerance)
-            self.results.append(replace(worst, case=sweep.name, calls=len(agreeing)))
+        self.add_together(sweep.name, agreeing)
         self.results += [result for result in results if result.agrees is False]
         skipped = [result for result in results if result.skipped is not None]
         for untried in (True, False):

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -25,7 +25,7 @@ from attend.check.dropout import compare_dropout
 from attend.check.explanation import Explanation
 from attend.check.families import layer_of, sizes_in_words
 from attend.check.gradients import compare_gradients, has_own_backward
-from attend.check.lengths import LONGEST
+from attend.check.lengths import LONGEST, is_known_in_others
 from attend.check.loading import as_callable, load_candidate
 from attend.check.log_sum_exp import compare_log_sum_exps
 from attend.check.low_precision import HALF
@@ -105,6 +105,10 @@ def _compare(loaded: Any, tried: Tried, *, seed: int, longest: int, backward: bo
         if (one := _in_sweep(called) or _misaligned(called) or wrong_sum or wrong_dropout or wrong_gradient) is not None:
             return replace(comparison, disagreements=(one,))
         in_others = partial(in_other_sizes, loaded, tried.spec, tried.convention, prepared, seed)
+        may_differ = called.agree and isinstance(loaded, type) and is_known_in_others(prepared.spec)
+        if may_differ and (other := in_others()) is not None:
+            in_another = _in_another_size(called, other, seed)
+            return replace(_compared(called), found=tried.found, disagreements=in_another, rounding=_rounding(called.compared))
         found = explained(prepared, _evidence(called.compared), in_others, seed)
         disagreements = (*(_with_cases(x, called.compared) for x in found), *failures)
     return replace(comparison, disagreements=disagreements, rounding="" if disagreements else _rounding(called.compared))
@@ -178,7 +182,7 @@ def _with_other_values(prepared: Candidate) -> Iterator[tuple[str, Candidate]]:
             yield name, replace(prepared, adapter=replace(adapter, function=partial(adapter.function, **{name: other})))
 
 
-def _call_on(candidate: Candidate, seed: int, longest: int, groups: Collection[Group], *, until_wrong: bool = False) -> Calls:
+def _call_on(candidate: Candidate, seed: int, longest: int, groups: Sequence[Group], *, until_wrong: bool = False) -> Calls:
     """What the calls of these groups gave; `until_wrong`: the first of them, up to a wrong one."""
     called = Calls(candidate)
     for case in candidate.draw_cases(seed, groups):
@@ -206,6 +210,21 @@ def _compared(called: Calls) -> Comparison:
         spec=called.prepared.spec,
         dtype=called.compared[0].right.dtype if called.compared else adapter.dtype,  # it may return fewer digits than it gets
     )
+
+
+def _in_another_size(called: Calls, other: Candidate, seed: int) -> tuple[Disagreement, ...]:
+    """What is wrong in the short calls of a class that agrees and is constructed with other heads and widths; what came of them is added to
+    the results."""
+    sizes = [f"{x.num_heads} heads of {x.head_dim} numbers" for x in (called.prepared.spec, other.spec)]
+    with other.evaluating():
+        calls = _call_on(other, seed, 0, ["short"])
+        if not calls.agree and calls.compared and not calls.failures:
+            first, *_ = explained(other, calls.compared, lambda: None, seed)
+            called.results += [replace(x, case=f"{x.case}, {sizes[1]}") for x in calls.results if x.agrees is False]
+            return (replace(first, case=f"{first.case}, {sizes[1]}", hint=f"with {sizes[0]} it agrees: {first.hint}"),)
+    if calls.agree:
+        called.add_together(sizes[1], [x for x in calls.results if x.agrees])
+    return ()
 
 
 def _failure(failure: Failure) -> Disagreement:

@@ -6,6 +6,7 @@ where a candidate takes both. Long calls have more rows than a block of tiles, o
 whose queries are as many, the last alone are compared, so the reference stays fast.
 """
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -47,11 +48,11 @@ def draw_sweeps(draw: Draw, roles: Mapping[str, str], longest: int, *, takes_hea
     if longest >= TILES[0] and all(extent.negative for extent in draw.spec.extents):  # else the number of rows is fixed
         yield Sweep("lengths", (*(_apart if draw.keys_apart else _together)(draw, roles, lengths),))
         if longest > LENGTHS[-1] and draw.keys_apart:
-            yield Sweep("many keys or queries", (*_long_apart(draw, longest),))
+            yield Sweep("many keys or queries", (*_long_apart(draw, longest, takes_masks=takes_masks),))
         elif longest > LENGTHS[-1]:
             yield Sweep("last rows of a long call", (_long_together(draw, longest, decodes="cache" in roles or "first_position" in roles),))
         if longest >= ROWS_WITH_PARAMETERS:
-            yield Sweep("parameters in long calls", (*_long_settings(draw, roles),))
+            yield Sweep("parameters in long calls", (*_long_settings(draw, roles, takes_masks=takes_masks),))
     if takes_heads:
         yield Sweep("widths of heads", (*_wide(draw),))
         if takes_masks:
@@ -92,19 +93,30 @@ def _rows(case: CheckCase, queries: int, keys: int) -> CheckCase:
     return replace(case, name=name, mask=mask, visible=mask, **rows).seeing()
 
 
-def _long_settings(draw: Draw, roles: Mapping[str, str]) -> Iterator[CheckCase]:
-    """Calls of more rows than tiles hold, with a value of each parameter and all sets of them."""
+def _long_settings(draw: Draw, roles: Mapping[str, str], *, takes_masks: bool) -> Iterator[CheckCase]:
+    """Calls of more rows than tiles hold, with a value of each parameter and all sets of them, and with a mask."""
     settings = [*draw_settings(draw, roles)]
     rows = draw.lengths.whole(ROWS_WITH_PARAMETERS)
     for setting in (*settings, *together_in_sets(settings)):
         more = setting.of_case | {"group": "lengths", "queries": rows, "batch": 1}
         yield draw.case(f"{rows} keys, {setting.words}", "plain", rows, **more)
+    if takes_masks:
+        yield draw.case(f"{rows} keys, mask", "mask", rows, _long_mask(draw, rows, rows), queries=rows, batch=1, group="lengths")
 
 
-def _long_apart(draw: Draw, longest: int) -> Iterator[CheckCase]:
-    """Many keys with few queries, and many queries with few keys."""
+def _long_apart(draw: Draw, longest: int, *, takes_masks: bool) -> Iterator[CheckCase]:
+    """Many keys with few queries, and many queries with few keys; with a mask, too."""
     for queries, keys in ((draw.lengths.whole(LAST), longest), (longest, draw.lengths.whole(LAST))):
-        yield draw.case(f"{queries} queries, {keys} keys", "plain", keys, queries=queries, batch=1, group="lengths")
+        of_case: dict[str, Any] = {"queries": queries, "batch": 1, "group": "lengths"}
+        name = f"{queries} queries, {keys} keys"
+        yield draw.case(name, "plain", keys, **of_case)
+        if takes_masks:
+            yield draw.case(f"{name}, mask", "mask", keys, _long_mask(draw, queries, keys), **of_case)
+
+
+def _long_mask(draw: Draw, queries: int, keys: int) -> Array:
+    """A random mask [q, k] in which each query sees the first key."""
+    return np.asarray((draw.rng.random((queries, keys)) < 0.5) | (np.arange(keys) == 0))
 
 
 def _long_together(draw: Draw, rows: int, decodes: bool) -> CheckCase:
@@ -176,6 +188,13 @@ def resized(spec: LayerSpec, heads: int, kv_heads: int, head_dim: int) -> LayerS
     if spec.value_head_dim != spec.head_dim:
         fields["value_head_dim"] = spec.value_head_dim + 2
     return LayerSpec.model_validate(fields | {"d_model": d_model, "num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim})
+
+
+def is_known_in_others(spec: LayerSpec) -> bool:
+    """Whether a layer is known in other sizes: what RoPE rotates of a head may be so many numbers or a share, and a scale of its own
+    may be a number or depend on widths."""
+    rotates_all = spec.rope is None or spec.rope.dims in (None, spec.head_dim)
+    return rotates_all and spec.latent is None and any(math.isclose(spec.scale, usual) for usual in (1.0, spec.head_dim**-0.5))
 
 
 def _fields(spec: LayerSpec, left_out: Any) -> dict[str, Any]:

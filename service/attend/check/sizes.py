@@ -75,7 +75,8 @@ def other_specs(spec: LayerSpec, seed: int, *, keeps_heads: bool) -> Iterator[La
     narrow = [(kv, dim) for kv, dim in sizes if kv * group * dim <= WIDEST]
     sizes = narrow or sizes
     drawn = [sizes[i] for i in np.random.default_rng(seed).permutation(len(sizes))]
-    drawn.sort(key=lambda size: (size[0] * group).bit_count() == 1)  # powers of 2 last: wrong slopes of ALiBi may be right in them
+    # Those first that are a power of 2 and some more: wrong slopes of ALiBi may be right in others.
+    drawn.sort(key=lambda size: min(2, size[0] * group - 2 ** ((size[0] * group).bit_length() - 1)), reverse=True)
     found = 0
     usual = [(kv, dim) for kv in kept for dim in (16, 32, 64, 128) if dim > spec.head_dim or dim < 64]  # of what takes no others
     for kv, dim in (*drawn[:2], *usual[:2], *drawn[2:], *usual[2:]):
