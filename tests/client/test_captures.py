@@ -304,6 +304,20 @@ def test_what_python_prints_of_a_captured_layer_is_one_line(client: Client, capt
         client.delete_layer(name)
 
 
+def test_a_difference_that_is_not_known_is_no_number(client: Client, captured: Callable[[], attend.Capture]) -> None:
+    one = captured()
+    own = one["own-1"]
+    blocked = replace(own, request={**own.request, "block_keys": np.ones(5, bool)})
+    for layer, why in ((blocked, "unknown: no row sees a key"), (replace(own, output=None, attention_weights=None), "unknown")):
+        again = replace(one, layers={"own-0": one["own-0"], "own-1": layer}).put(client)
+        assert np.isnan(again.difference) and repr(again) == f"Capture('own', 2 layers, largest difference {why})"
+        assert repr(again["own-1"]).endswith(f", difference {why})")
+        html = again._repr_html_()
+        assert f"largest difference from the model {why}<" in html and f"own-1 is not compared with the model: {why}<" in html
+    for name in one:
+        client.delete_layer(name)
+
+
 def test_what_differs_from_the_model_is_said(client: Client) -> None:
     """A module that does more than its names say."""
 

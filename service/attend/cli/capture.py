@@ -76,7 +76,7 @@ def capture(
     console.print(_table(captured))
     for layer, why in captured.skipped.items():
         console.print(f"{layer} is not in the file: {why}", soft_wrap=True)
-    for layer in (name for name, own in captured.items() if not own.agrees):
+    for layer in (name for name, own in captured.items() if not own.agrees and not math.isnan(own.difference)):
         console.print(f"{layer} differs from the model: what the page shows of it is not what the model computes.", soft_wrap=True)
     if unknown := count_unknown(arguments, tokenizer):
         console.print(f"{unknown} of the tokens are unknown to the tokenizer.", soft_wrap=True)
@@ -98,7 +98,7 @@ def _table(captured: Capture) -> Table:
     for layer in captured.values():
         query = layer.request["query"]
         key = layer.request.get("key", query)
-        table.add_row(layer.name, *map(str, (layer.spec.num_heads, query.shape[-2], key.shape[-2])), f"{layer.difference:.1e}")
+        table.add_row(layer.name, *map(str, (layer.spec.num_heads, query.shape[-2], key.shape[-2])), layer.shown_difference)
     return table
 
 

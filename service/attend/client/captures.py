@@ -61,11 +61,18 @@ class CapturedLayer:
     def __repr__(self) -> str:
         rows, keys = (self.request.get(name, self.request["query"]).shape[-2] for name in ("query", "key"))
         shape = f"{self.spec.num_heads} heads, {rows} queries, {keys} keys"
-        return f"CapturedLayer({self.name!r}, {self.about}, {shape}, request {list(self.request)}, difference {self.difference:.1e})"
+        return f"CapturedLayer({self.name!r}, {self.about}, {shape}, request {list(self.request)}, difference {self.shown_difference})"
 
     @property
     def agrees(self) -> bool:
         return self.difference <= CLOSE
+
+    @property
+    def shown_difference(self) -> str:
+        """The difference as text; "unknown" if it is NaN, and whether that is because no row counts."""
+        if not np.isnan(self.difference):
+            return f"{self.difference:.1e}"
+        return "unknown" if seen_rows(self.request, self.spec).any() else "unknown: no row sees a key"
 
     @property
     def about(self) -> str:
@@ -98,12 +105,19 @@ class Capture(Mapping[str, CapturedLayer]):
         return len(self.layers)
 
     def __repr__(self) -> str:
-        return f"Capture({self.name!r}, {len(self)} layers, largest difference {self.difference:.1e}{', ' if self.link else ''}{self.link})"
+        return (
+            f"Capture({self.name!r}, {len(self)} layers, largest difference {self.shown_difference}{', ' if self.link else ''}{self.link})"
+        )
 
     @property
     def difference(self) -> float:
         """The largest of all layers; NaN if there is one that is not known."""
         return float(np.max([layer.difference for layer in self.values()]))
+
+    @property
+    def shown_difference(self) -> str:
+        """The largest difference as text; if there is one that is not known, that of this layer."""
+        return max(self.values(), key=lambda layer: (np.isnan(layer.difference), layer.difference)).shown_difference
 
     def to_bytes(self, weights: bool = True) -> bytes:
         """A safetensors file of the inputs of each layer, and its weights: all that a page or a service needs to show it."""
@@ -189,8 +203,11 @@ class Capture(Mapping[str, CapturedLayer]):
         ]
         link = f'<a href="{escape(self.link)}">all layers and heads</a>; ' if self.link else ""
         notes = [f"{name} is not there: {why}" for name, why in self.skipped.items()]
-        notes += [f"{layer.name} differs from the model by {layer.difference:.1e}" for layer in self.values() if not layer.agrees]
-        about = f"{escape(self.name)}: {link}largest difference from the model {self.difference:.1e}"
+        for layer in self.values():
+            if not layer.agrees:
+                is_known = not np.isnan(layer.difference)
+                notes.append(f"{layer.name} {'differs from' if is_known else 'is not compared with'} the model: {layer.shown_difference}")
+        about = f"{escape(self.name)}: {link}largest difference from the model {self.shown_difference}"
         return f"<div>{about}</div>{''.join(maps)}{''.join(f'<div>{escape(note)}</div>' for note in notes)}"
 
 
