@@ -193,3 +193,28 @@ def test_the_timeout_limits_all_attempts_together(timeout):
     asyncio.run(scenario())
     for seen in (sync_seen, async_seen):
         assert seen == [None] * 3 if timeout is None else timeout >= seen[0] > seen[1] > seen[2] > 0
+
+
+@pytest.mark.parametrize("timeout", ["x", -1, float("nan"), float("inf"), [1.0]], ids=str)
+def test_a_timeout_that_is_no_number_of_seconds_is_refused(timeout):
+    """By both clients, and before a request is sent."""
+    sent = []
+    transport = httpx.MockTransport(sent.append)
+    expected = f"expected a timeout in seconds, 0 or more, or None for no limit, got {timeout!r}"
+
+    async def scenario():
+        async with AsyncClient("http://127.0.0.1:9", transport=transport) as client:
+            await client.attend(QUERY, timeout=timeout)
+
+    with Client("http://127.0.0.1:9", transport=transport) as client:
+        for call in (
+            lambda: client.attend(QUERY, timeout=timeout),
+            lambda: client.ready(timeout=timeout),
+            lambda: asyncio.run(scenario()),
+            lambda: Client("http://127.0.0.1:9", timeout=timeout),
+            lambda: AsyncClient("http://127.0.0.1:9", timeout=timeout),
+        ):
+            with pytest.raises(ValueError) as refused:
+                call()
+            assert str(refused.value) == expected
+    assert not sent

@@ -6,6 +6,7 @@ drawn uniformly below a bound that doubles ("full jitter"), so that clients do n
 delay. Nothing here sends or sleeps.
 """
 
+import math
 import random
 import ssl
 import time
@@ -13,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
+from numbers import Real
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -64,12 +66,13 @@ class Connections(Generic[Transport]):
         verify: Verify = True,
         transport: Transport | None = None,
     ) -> None:
-        """`timeout` in seconds limits one response and all retries; None is no limit. Every method has its own `timeout`.
+        """`timeout` in seconds limits one response and all retries; None is no limit. Every method has its own `timeout`; both raise
+        ValueError for what is no number of seconds.
 
         `api_key` is sent as a Bearer token, `headers` with every request. `Retries(times=0)` repeats nothing. `verify` is httpx's, or the
         file or folder of a CA bundle (OSError without certificates there); `transport` is httpx's.
         """
-        self.base_url, self.timeout, self.retries = base_url, timeout, Retries.of(retries)
+        self.base_url, self.timeout, self.retries = base_url, checked_timeout(timeout), Retries.of(retries)
         self._api_key, self._headers, self._verify = api_key, dict(headers or {}), verify
         self._transport: Transport | None = transport
         self._binary = True  # until a server or proxy accepts only JSON
@@ -88,6 +91,13 @@ class Connections(Generic[Transport]):
             headers["Authorization"] = f"Bearer {self._api_key.strip()}"  # a key from a file ends in a newline
         options = {"base_url": self.base_url, "timeout": self.timeout, "headers": headers, "limits": LIMITS}
         return {**options, "verify": ssl_context(self._verify), "transport": self._transport}
+
+
+def checked_timeout(timeout: float | None) -> float | None:
+    """The timeout of a client or of a call. Raises ValueError for what is no number of seconds."""
+    if timeout is None or (isinstance(timeout, Real) and 0 <= timeout < math.inf):
+        return timeout
+    raise ValueError(f"expected a timeout in seconds, 0 or more, or None for no limit, got {timeout!r}")
 
 
 def ssl_context(verify: Verify) -> ssl.SSLContext | bool:
@@ -135,7 +145,7 @@ class Attempts:
     def __post_init__(self) -> None:
         self._started = self.clock()
         if self.request.timeout is not USE_CLIENT_DEFAULT:
-            self.timeout = self.request.timeout
+            self.timeout = checked_timeout(self.request.timeout)
 
     @property
     def left(self) -> float | None:
