@@ -410,8 +410,10 @@ def test_what_does_not_fit_is_refused(server: Any) -> None:
         Change(0)
     for fields, text in (
         ({"layer": "attn.0"}, "the number of a layer, got 'attn.0', at /layer"),
-        ({"heads": 2}, "a list of integers, or None for all, got 2, at /heads"),
-        ({"heads": [True, False, True]}, "a list of integers"),
+        ({"heads": 2}, "a list of one or more integers, or None for all, got 2, at /heads"),
+        ({"heads": [True, False, True]}, "a list of one or more integers"),
+        ({"heads": []}, r"one or more integers, or None for all, got \[\], at /heads"),
+        ({"queries": np.zeros(0, int)}, r"one or more integers, .*, at /queries"),
         ({"queries": [1.5]}, r"got \[1.5\], at /queries"),
     ):
         with pytest.raises(InvalidRequest, match=text):

@@ -77,11 +77,10 @@ class Change:
     def __post_init__(self) -> None:
         """Raises InvalidRequest for fields that no model has."""
         for name, given, rank in (("layer", self.layer, 0), ("heads", self.heads, 1), ("queries", self.queries, 1)):
-            array = np.asarray(given if given is not None and np.size(given) else np.zeros((0,) * rank, int))
-            if array.dtype.kind not in "iu" or array.ndim != rank:
-                raise InvalidRequest.where(
-                    f"/{name}", "a list of integers, or None for all" if rank else "the number of a layer", repr(given)
-                )
+            array = np.asarray(np.zeros((1,) * rank, int) if given is None and rank else given)
+            if array.dtype.kind not in "iu" or array.ndim != rank or not array.size:
+                expected = "a list of one or more integers, or None for all" if rank else "the number of a layer"
+                raise InvalidRequest.where(f"/{name}", expected, repr(given))
         if self.scale is None and self.pattern is None and self.outputs is None:
             raise InvalidRequest.where("", "scale, pattern or outputs", "a change without them")
         if self.queries is not None and self.scale is not None:
