@@ -514,4 +514,4 @@ def test_options_map_parameters_to_roles():
     with pytest.raises(TypeError, match="mask_meaning"):
         compare(positional, mask_meaning="attend")
     with pytest.raises(ValueError, match="expected an array or a tuple"):
-        compare(lambda q, k, v: {"output": q}, framework="torch")
+        compare(lambda q, k, v: [None, q], framework="torch")

@@ -175,3 +175,20 @@ def test_an_exception_of_a_constructor_is_shown_with_its_arguments():
 
     with pytest.raises(ValueError, match=r"^ValueError: not enough values .*; constructed with d_model=12, num_heads=3$"):
         compare(Attention)
+
+
+class OfConfig(T5):
+    """Reads its sizes from an object with the names of transformers, and returns a dictionary."""
+
+    def __init__(self, config):
+        assert config.d_model == config.num_heads * config.d_kv and config.rope_theta == 10000.0
+        assert config.query_pre_attn_scalar == config.d_kv and config.attn_logit_softcapping is None
+        super().__init__(config.d_model, config.num_heads, config.relative_attention_num_buckets, config.relative_attention_max_distance)
+
+    def forward(self, hidden_states):
+        return {"output": super().forward(hidden_states)}
+
+
+def test_a_configuration_has_what_layers_are_often_asked_for() -> None:
+    report = compare(OfConfig)
+    assert report.agrees and any("relative_bias" in found for found in report.found), report

@@ -155,3 +155,29 @@ def test_a_function_with_a_fixed_scale_was_tried_with_heads_of_one_width_alone()
     comparison = compare(lambda q, k, v: (q @ k.mT / 2).softmax(-1) @ v, framework="torch", longest=7)
     assert comparison.agrees and comparison.widths == (4,) and "widths of heads" in comparison.untried
     assert "its numbers are those of heads of 4 alone" in comparison.conclusion
+
+
+def in_groups_of_tiles(q, k, v, causal=False):
+    """Takes the heads of keys in turn, and not in groups, where there are more than 64 keys."""
+    repeats = q.shape[1] // k.shape[1]
+    k, v = (x.repeat(1, repeats, 1, 1) if k.shape[2] > 64 else x.repeat_interleave(repeats, 1) for x in (k, v))
+    return scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+
+def eight_heads(q, k, v, causal=False):
+    """Leaves the heads after the last eight at 0."""
+    kept = q.shape[1] if q.shape[1] < 8 else q.shape[1] // 8 * 8
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    output = scaled_dot_product_attention(q, k, v, is_causal=causal)
+    return torch.cat((output[:, :kept], torch.zeros_like(output[:, kept:])), 1)
+
+
+def test_groups_are_looked_at_in_long_calls():
+    comparison = compare(in_groups_of_tiles, framework="torch", longest=600)
+    wrong = {f"12 heads, 4 of keys{more}" for more in (", 193 keys", ", 1 query", ", 193 keys, causal")}
+    assert {x.case for x in comparison.results if x.agrees is False} == wrong, f"\n{comparison}"
+
+
+def test_many_heads_are_looked_at():
+    comparison = compare(eight_heads, framework="torch", longest=7)
+    assert [x.case for x in comparison.results if x.agrees is False] == ["17 heads"], f"\n{comparison}"

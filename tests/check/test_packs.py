@@ -112,3 +112,17 @@ def test_a_sequence_without_queries_has_keys_that_no_other_sees():
     comparison = compare_packed(drops_empty_sequences)
     wrong = [x.case for x in comparison.results if x.agrees is False]
     assert wrong == ["packed sequences, one without queries"], f"\n{comparison}"
+
+
+def test_packed_sequences_are_looked_at_in_long_calls():
+    """A later sequence whose keys after the first 64 are read from the wrong place."""
+
+    def attend(query, key, value, cu_seqlens):
+        output = np.zeros_like(query)
+        for start, end in itertools.pairwise(list(cu_seqlens)):
+            rows = np.r_[start : min(start + 64, end), 64 : 64 + max(0, end - start - 64)]
+            output[:, start:end] = attention_of(query[:, start:end], key[:, rows], value[:, rows])
+        return output
+
+    comparison = compare(attend, framework="numpy", batched=False, longest=257)
+    assert [x.case for x in comparison.results if x.agrees is False] == ["257 keys, packed"], f"\n{comparison}"

@@ -286,3 +286,20 @@ def test_the_size_of_a_window_of_another_meaning_or_beside_a_flag_that_ends_it_i
         return within("", lambda n: n - 1, lambda n: math.inf)(q, k, v, is_causal, None if is_causal else window)
 
     assert compare(attend, longest=7).parameters == ("window",)
+
+
+def test_masks_are_passed_where_weights_are_not_returned():
+    """A fast path without weights forgets the mask, as `need_weights=False` has one in torch."""
+
+    def attend(q, k, v, attn_mask=None, need_weights=True):
+        scores = q @ k.mT * q.shape[-1] ** -0.5
+        if attn_mask is not None and need_weights:
+            scores = scores.masked_fill(~attn_mask, -torch.inf)
+        weights = scores.softmax(-1)
+        return (weights @ v, weights) if need_weights else weights @ v
+
+    comparison = compare(attend, longest=7)
+    assert [x.case for x in comparison.results if x.agrees is False] == [
+        "weights not returned with a mask",
+        "weights not returned with padded keys",
+    ], f"\n{comparison}"

@@ -185,7 +185,7 @@ class Adapter(Arguments):
 
     def _result(self, result: Any, case: CheckCase) -> CandidateResult:
         """The output, and the weights if they were returned. ValueError: it is no array."""
-        parts = result if isinstance(result, tuple | list) else (result,)
+        parts = (*result.values(),) if isinstance(result, Mapping) else result if isinstance(result, tuple | list) else (result,)
         if not parts or not hasattr(parts[0], "dtype"):
             raise ValueError(f"expected an array or a tuple (output, weights), got {type(parts[0] if parts else result).__name__}")
         has_weights = len(parts) > (2 if "cache" in self.roles else 1)  # the last of several is the cache

@@ -120,6 +120,7 @@ class Arguments:
             "training": is_training,
             "dropout": 0.0,
             "heads": self.heads,
+            "key_heads": self.kv_heads,
             "causal": takes_mask or self.convention.causal,
             "return_weights": True,
             "softcap": 0.0,
@@ -203,7 +204,7 @@ class Arguments:
         if case.views:
             more = VIEWS[role]
             return self._tensor(np.concatenate([x, np.ones((*x.shape[:-1], more))], axis=-1), self.dtype)[..., :-more]
-        if "num_kv_heads" in case.fields:
+        if case.group == "groups" and self.framework in ("torch", "numpy"):  # whose kernels may be given addresses
             return self._tensor(np.concatenate([x.ravel(), np.full(x.size, np.nan)]), self.dtype)[: x.size].reshape(x.shape)
         return self._tensor(x, self.dtype)
 

@@ -24,7 +24,7 @@ from attend.check.cases import (
     lengths_for,
 )
 from attend.check.convention import ROPE_TABLES, Alignment, Convention
-from attend.check.groups import draw_groups
+from attend.check.groups import draw_groups, draw_heads
 from attend.check.lengths import Sweep, draw_sweeps
 from attend.check.parameters import draw_parameter_cases
 from attend.check.rope_tables import rope_of
@@ -88,7 +88,10 @@ class Candidate:
         adapter, longest = self.adapter, longest if "mask" not in self.adapter.required else 0
         over_pairs = adapter.mask_role("mask") is not None and not adapter.convention.takes_one_query
         takes = {"takes_heads": adapter.heads_given, "takes_masks": over_pairs}
-        for sweep in draw_sweeps(self.draw(seed), adapter.roles, longest, **takes):
+        heads = (
+            [draw_heads(self.draw(seed), adapter.roles, longest)] if adapter.heads_given and adapter.convention.layout != "b,n,d" else []
+        )
+        for sweep in (*draw_sweeps(self.draw(seed), adapter.roles, longest, **takes), *heads):
             yield replace(sweep, cases=tuple(map(self.as_passed, sweep.cases)))
 
     def draw_alignments(self, seed: int, longest: int) -> Iterator[dict[Alignment, CheckCase]]:

@@ -297,6 +297,11 @@ def draw_long_cases(draw: Draw, *, decodes: bool = False) -> Iterator[CheckCase]
         yield draw.case(f"{middle} keys, causal", "causal", middle, np.tri(middle, dtype=bool), queries=middle, batch=1, group="long")
     padded = np.arange(longest) < longest - 60  # the last tiles have no key, or few
     yield draw.case(f"{longest} keys, padded", "padding", longest, padded, queries=longest, batch=1, group="long")
+    if draw.spec.normalizer != "sigmoid":
+        segments = 1 + np.searchsorted((longest // 2 - 9, longest - 61), np.arange(longest), side="right")[None]
+        same = segments[:, :, None] == segments[:, None]
+        packed = draw.case(f"{longest} keys, packed", "segments", longest, same, queries=longest, batch=1, group="long")
+        yield replace(packed, segments=segments)
     if decodes:
         rows = draw.lengths.whole(LONG[2] + 2)  # a cache of 256 rows or fewer grows before the last ones
         whole = draw.case(f"decoding {rows} rows", "plain", rows, queries=rows, batch=1, group="long")

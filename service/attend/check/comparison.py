@@ -124,7 +124,7 @@ def _call_on_all(prepared: Candidate, seed: int, longest: int) -> Calls:
             called.align(cases, prepared.adapter.aligned)
         for name, other in (*_with_other_values(prepared), *with_windows(prepared)) if called.agree else ():
             with suppress(ValueError):  # it returns no array with this value
-                further = _call_on(other, seed, longest, ("short", "parameters", "long"), until_wrong=True)
+                further = _call_on(other, seed, longest, GROUPS, until_wrong=True)
                 is_flag = type(prepared.adapter.signature.parameters[name].default) is bool  # one that changes nothing may be ignored
                 if further.agree and (further.with_sums or not is_flag):
                     called.tried[name] = None

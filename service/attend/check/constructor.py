@@ -25,7 +25,7 @@ NAMES = by_name(
         "d_model": "d_model n_embd d_in d_out query_size key_size value_size nx",
         "num_heads": HEADS,
         "num_kv_heads": "num_kv_heads n_kv_heads num_key_value_heads kv_heads n_kv_head n_local_heads num_query_groups n_groups",
-        "head_dim": "head_dim d_k d_q d_head dim_head head_size kv_channels",
+        "head_dim": "head_dim d_k d_q d_kv d_head dim_head head_size kv_channels query_pre_attn_scalar",
         "length": "context_length block_size n_ctx ctx_len n_positions max_position_embeddings",
         "dropout": "p p_drop",
         "theta": "rope_theta theta rope_base",
@@ -52,9 +52,11 @@ OTHERS: dict[str, Any] = {  # names in configurations and required parameters th
     "bias": True, "qkv_bias": True, "use_bias": True, "attention_bias": True, "attn_bias": True, "device": "cpu", "batch_size": 2,
     "layer_idx": 0, "layer_id": 0, "layer_number": 1, "n_layer": 1, "num_layers": 1, "num_hidden_layers": 1, "vocab_size": 64,
     "is_decoder": False, "flash": False, "masked": False, "mask": False, "causal": False, "scale": True,
-    "max_batch_size": 4, "rope_scaling": None, "sliding_window": None, "_attn_implementation": "eager", "attention_type": "eager",
+    "max_batch_size": 4, "rope_scaling": None, "sliding_window": None, "attn_logit_softcapping": None,
+    "_attn_implementation": "eager", "attention_type": "eager",
     "layer_norm_eps": 1e-5, "layer_norm_epsilon": 1e-5, "rms_norm_eps": 1e-6, "norm_eps": 1e-6, "seed": 0, "rng": None,
 }  # fmt: skip
+USUAL = {"theta": 1e4, "buckets": 32, "max_distance": 128}  # what a configuration is asked for that the layer does not say
 CONFIGURATION = re.compile("(.*_)?(config|configuration|cfg|conf|args|params|hparams|opts?|options|hp)")
 SIZES = ("d_model", "num_heads", "head_dim", "length", "num_kv_heads")  # what a name that says nothing may stand for
 
@@ -167,7 +169,7 @@ def _configuration(annotation: Any, sizes: Mapping[str, Any]) -> Any:
             return annotation(**values)
         except TypeError:
             pass
-    return Configuration(sizes, {})
+    return Configuration(USUAL | dict(sizes), {})
 
 
 def constructed(cls: type, spec: LayerSpec | None, convention: Convention, seed: int, groups: bool) -> tuple[Any, Convention]:

@@ -24,7 +24,7 @@ OutputLayout = Literal["b,h,n,d", "b,n,h,d", "n,b,h,d", "b,n,d"]
 Layout = Literal[OutputLayout, "b,h,d"]
 Orientation = Literal["in,out", "out,in"]
 Alignment = Literal["top-left", "bottom-right"]
-RopeTables = Literal["n,d/2", "n,d", "b,n,d", "1,1,n,d/2", "1,1,n,d", "1,n,1,d/2", "1,n,1,d"]
+RopeTables = Literal["n,d/2", "n,d", "b,n,d/2", "b,n,d", "1,1,n,d/2", "1,1,n,d", "1,n,1,d/2", "1,n,1,d"]
 Like = Literal[
     "flash_attn", "flash_attn_varlen", "flash_attn_with_kvcache", "sdpa", "flex_attention", "jax", "mlx", "transformers", "xformers", "onnx"
 ]
@@ -201,6 +201,7 @@ CALL = {  # role of a parameter of the call -> its usual names, in lower case
     "return_weights": "need_weights return_weights return_attn return_attention return_attn_weights return_attention_weights "
     "return_attention_scores output_attentions",
     "heads": HEADS,
+    "key_heads": "num_kv_heads n_kv_heads num_key_value_heads kv_heads",
     "average": "average_attn_weights",
     "groups": "enable_gqa",  # whether several heads may share a key head
     "dropout": "dropout_p dropout dropout_prob dropout_rate attn_dropout attention_dropout p_dropout",  # the probability

@@ -17,14 +17,14 @@ AROUND = ("d_model", "key_dim", "value_dim", "output_dim", "bias", "rope", "qk_n
 WIDTHS = ("d_model", "key_dim", "value_dim", "output_dim")
 
 
-def layer_of(spec: LayerSpec | str | None, *, takes_heads: bool) -> tuple[LayerSpec | None, bool]:
+def layer_of(spec: LayerSpec | Mapping[str, Any] | str | None, *, takes_heads: bool) -> tuple[LayerSpec | None, bool]:
     """The spec, and whether its layer is always causal: that of a family, such as "llama" or "gemma2:full_attention".
 
     `takes_heads`: the candidate is a function that gets queries, keys and values after projections, norms and RoPE, causal or not.
     ValueError: no such family, or one whose heads such a function does not compute.
     """
     if not isinstance(spec, str):
-        return spec, False
+        return LayerSpec.model_validate(spec) if isinstance(spec, Mapping) else spec, False
     example = _example(spec)
     fields: dict[str, Any] = dict(example["spec"])
     if takes_heads:

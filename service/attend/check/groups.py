@@ -1,32 +1,53 @@
-"""Calls of a function with heads in groups that share a key and a value, which it need not take."""
+"""Calls of a function with heads in groups that share a key and a value, and with many heads, which it need not take."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from attend.check.cases import CheckCase, Draw
-from attend.check.lengths import differing_fields, resized
+from attend.check.lengths import OF_ONE_QUERY, ROWS_WITH_PARAMETERS, Sweep, differing_fields, resized
 
 HEADS, KEY_HEADS = 6, 3
 IN_GROUPS = f"{HEADS} heads, {KEY_HEADS} of keys"  # the name of a case
+OTHER_HEADS, OTHER_KEY_HEADS = 12, 4  # of long calls
+MANY_HEADS = 17
 
 
 def draw_groups(draw: Draw, roles: Mapping[str, str]) -> Iterator[CheckCase]:
     """The calls with several queries, with one, and with a causal flag, for a candidate with parameters of these roles (role -> name);
     none if its number of heads is fixed."""
+    lengths = [(draw.queries, draw.lengths.keys), (1, draw.lengths.keys)] if draw.keys_apart else [(draw.queries, draw.queries)]
+    yield from _of_heads(draw, roles, HEADS, KEY_HEADS, lengths, draw.queries)
+
+
+def draw_heads(draw: Draw, roles: Mapping[str, str], longest: int) -> Sweep:
+    """Many heads, and groups in calls of more rows than tiles hold."""
+    rows, many = draw.lengths.whole(ROWS_WITH_PARAMETERS), draw.lengths.whole(OF_ONE_QUERY[-1])
+    lengths = [(rows, rows), *([(1, many)] if draw.keys_apart and longest >= many else [])]
+    cases = [*_of_heads(draw, roles, MANY_HEADS, MANY_HEADS, [(draw.queries, draw.queries)], 0)]
+    if longest >= rows:
+        cases += _of_heads(draw, roles, OTHER_HEADS, OTHER_KEY_HEADS, lengths, rows, batch=1)
+    return Sweep("numbers of heads", tuple(cases))
+
+
+def _of_heads(
+    draw: Draw, roles: Mapping[str, str], heads: int, kv_heads: int, lengths: Sequence[tuple[int, int]], causal_rows: int, **more: Any
+) -> Iterator[CheckCase]:
+    """Calls with so many heads of queries and of keys, and these numbers of queries and keys; one of so many rows with a causal flag."""
     if draw.spec.num_heads != draw.spec.num_kv_heads or draw.weights or "heads" in roles:
         return
     try:
-        spec = resized(draw.spec, HEADS, KEY_HEADS, draw.spec.head_dim)
-    except ValueError:  # the layer cannot have groups
+        spec = resized(draw.spec, heads, kv_heads, draw.spec.head_dim)
+    except ValueError:  # the layer cannot have them
         return
     draw, fields = replace(draw, spec=spec), differing_fields(spec, draw.spec)
-    passed = {"groups": True} if "groups" in roles else {}
-    of_case: dict[str, Any] = {"group": "groups", "fields": fields, "is_optional": True}
-    keys = draw.lengths.keys if draw.keys_apart else 0
-    for queries in (draw.queries, 1) if keys else (draw.queries,):
-        words = IN_GROUPS if queries > 1 else f"{IN_GROUPS}, 1 query"
-        yield draw.case(words, "plain", keys or queries, queries=queries, passed=passed, **of_case)
-    if "causal" in roles and not draw.causal:
+    name = f"{heads} heads, {kv_heads} of keys" if kv_heads < heads else f"{heads} heads"
+    passed = {"groups": True} if "groups" in roles and kv_heads < heads else {}
+    of_case: dict[str, Any] = {"group": "groups", "fields": fields, "is_optional": True, **more}
+    for queries, keys in lengths:
+        words = ", 1 query" if queries == 1 else f", {keys} keys" if queries > draw.queries else ""
+        yield draw.case(f"{name}{words}", "plain", keys, queries=queries, passed=passed, **of_case)
+    if "causal" in roles and not draw.causal and causal_rows:
+        words = f", {causal_rows} keys" if causal_rows > draw.queries else ""
         passed = {**passed, "causal": True}
-        yield draw.case(f"{IN_GROUPS}, causal", "plain", draw.queries, causal=True, passed=passed, **of_case)
+        yield draw.case(f"{name}{words}, causal", "plain", causal_rows, queries=causal_rows, causal=True, passed=passed, **of_case)

@@ -98,7 +98,12 @@ def draw_parameter_cases(
         numbers = np.broadcast_to(numbers, (draw.batch, queries, queries))
         yield draw.case("mask of numbers", "numbers", queries, numbers=numbers, group="parameters", undefined=not adds_numbers)
     if "return_weights" in names:
-        yield draw.case("weights not returned", "plain", queries, group="parameters", passed={"return_weights": False})
+        of_case: dict[str, Any] = {"group": "parameters", "passed": {"return_weights": False}}
+        yield draw.case("weights not returned", "plain", queries, **of_case)
+        if "mask" in mask_of:
+            yield draw.case("weights not returned with a mask", "mask", queries, with_key_0, **of_case)
+        if "padding" in mask_of:
+            yield draw.case("weights not returned with padded keys", "padding", queries, draw.padding(), **of_case)
     if {"return_weights", "average"} <= names.keys():
         yield draw.case("averaged weights", "plain", queries, group="parameters", passed={"average": True})
 

@@ -28,6 +28,7 @@ from attend.spec import LayerSpec
 from attend.tensors import Array
 
 MOST_READINGS = 400  # of axes and weights together
+MOST_REQUIRED = 20  # the same with what a kernel may require
 MOST_PREPARED = 4  # candidates that are looked at for one that differs in calls alone
 ALL_AGREE = 5
 NOTHING_AGREES = 1
@@ -117,7 +118,7 @@ class Trial:
         refused: list[Reading | Exception] = []
         for required in chain([convention], _required(convention)):
             try:
-                found = self._reading(required)
+                found = self._reading(required, MOST_READINGS if required is convention else MOST_REQUIRED)
             except Ambiguous:
                 raise
             except Exception as error:
@@ -135,12 +136,12 @@ class Trial:
             raise ValueError(f'cannot call it on NumPy arrays or torch tensors, {others}: pass framework="torch" or "numpy"; {raised}')
         return first.answer, first.instead
 
-    def _reading(self, convention: Convention) -> "Reading":
+    def _reading(self, convention: Convention, most: int) -> "Reading":
         """The same with the convention's own dtype, width of heads and tile of rows."""
         best: tuple[int, Convention] | None = None
         most_axes, instead = 0, None
         failures: dict[str | None, str] = {}
-        for _, reading in zip(range(MOST_READINGS), self._readings(convention), strict=False):
+        for _, reading in zip(range(most), self._readings(convention), strict=False):
             try:
                 reading = self._with_causality(reading)
             except CallFailed as failure:
