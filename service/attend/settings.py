@@ -86,7 +86,9 @@ class Settings(BaseModel):
 
     # limits of one request
     max_body_bytes: int = Field(default=BODY.max_body_bytes, ge=1024, description="Largest request body, in bytes.")
-    max_grpc_bytes: int = Field(default=32 * MIB, ge=1024, description="Largest gRPC request or reply, in bytes; at most max_body_bytes.")
+    max_grpc_bytes: int = Field(
+        default=32 * MIB, ge=1024, le=2**31 - 1, description="Largest gRPC request or reply, in bytes; at most max_body_bytes."
+    )
     max_resident_bytes: int | None = Field(
         default=None,
         ge=MIB,

@@ -207,6 +207,11 @@ def test_keys_of_a_missing_file_are_refused(tmp_path):
     assert done.returncode == 2 and b"cannot read the keys file" in done.stderr and b"`attend keys add` makes it" in done.stderr
 
 
+def test_a_grpc_message_of_more_bytes_than_grpc_counts_is_refused_before_the_server_listens():
+    done = run_attend("serve", "--port", "0", "--grpc-port", "0", "--max-grpc-bytes", str(2**31), "--max-body-bytes", str(2**32), env=WIDE)
+    assert done.returncode == 2 and b"less than or equal to 2147483647" in done.stderr and b"Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize("setting", ["flag", "variable"])
 @pytest.mark.parametrize(
     ("layers", "expected"),

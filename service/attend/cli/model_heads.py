@@ -87,7 +87,7 @@ def _load(folder: Path) -> tuple[Any, Any]:
     model, tokenizer = load_model("heads", folder, ANSWERS)
     if not takes_functions(model):
         message = f"the attention of {type(model).__name__} is code of its own, so its heads cannot be switched off"
-        fail("heads", message, "`attend capture` records what each of its heads attends to.", code=2)
+        fail("heads", message, "`attend capture` records what the heads of most such models attend to.", code=2)
     return model, tokenizer
 
 

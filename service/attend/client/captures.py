@@ -190,7 +190,7 @@ class Capture(Mapping[str, CapturedLayer]):
             except RequestError as refusal:
                 skipped[layer.name] = str(refusal)
         if not layers:
-            raise InvalidRequest.where("", "a layer that the service computes", "; ".join(dict.fromkeys(skipped.values())))
+            raise InvalidRequest.where("", "a layer that the service computes", f"none: {'; '.join(dict.fromkeys(skipped.values()))}")
         return replace(self, layers=layers, skipped=skipped)
 
     def _repr_html_(self) -> str:
