@@ -10,6 +10,7 @@ import re
 import signal
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -104,6 +105,23 @@ def test_rule_10_a_call_that_never_ends_is_abandoned(start: Start) -> None:
     server.process.send_signal(signal.SIGTERM)
     assert server.process.wait(PATIENCE) == 0
     half_sent.connection.close()
+
+
+def test_rule_10_a_call_that_takes_too_long_is_refused() -> None:
+    """A caller that still waits when the time for answers is over gets 503, and the log has the request; it has no traceback."""
+    server = fork_server("--drain-seconds", "0", "--shutdown-seconds", "1", before=STUCK_DEVICE)
+    batches = counted(server.url, "attend_batch_calls_count")
+    with ThreadPoolExecutor() as pool:
+        reply = pool.submit(ask, server.url, "POST", "/attend", json=QUERY | {"reproducible": True})
+        until(lambda: counted(server.url, "attend_batch_calls_count") > batches, "computed")
+        server.process.send_signal(signal.SIGTERM)
+        refused = reply.result()
+    assert (refused.status_code, refused.headers["content-type"]) == (503, "application/problem+json")
+    assert refused.json()["detail"] == "the server stopped before the request was answered"
+    assert int(refused.headers["retry-after"]) >= 1
+    assert server.process.wait(PATIENCE) == 0
+    assert [event["reason"] for event in events(server, "request") if event["path"] == "/attend" and event["status"] == 503] == ["NotReady"]
+    assert "Traceback" not in "".join(server.log)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """A request of any protocol: what arrived, and how it ended. Independent of HTTP and gRPC, whose requests have more fields."""
 
+from asyncio import CancelledError
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,7 @@ from attend.wire.compression import unpack, unpack_start
 from attend.wire.negotiation import CODECS, JSON
 
 TOO_LATE = "the caller's deadline (X-Request-Timeout, or the protocol's own) passed before there was an answer"
+Cancelled = CancelledError  # is raised where a request waits when the time for answers is over (--shutdown-seconds)
 
 
 def never() -> bool:

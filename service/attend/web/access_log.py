@@ -1,13 +1,14 @@
 """Counts, logs and traces every request, also those that are refused before they are complete."""
 
 import time
+from contextlib import suppress
 from typing import Any
 
 import structlog
 
-from attend.errors import CallerGone
+from attend.errors import CallerGone, NotReady
 from attend.serving.metrics import Metrics
-from attend.serving.requests import Request
+from attend.serving.requests import Cancelled, Request
 from attend.web.connections import STATUS_KEY
 from attend.web.error_replies import reply_to_error
 from attend.web.requests import Handler, HttpRequest
@@ -36,6 +37,9 @@ class AccessLog:
                 request.reason = "CallerGone"
             except Exception as error:
                 await reply_to_error(error, request)
+            except Cancelled:
+                with suppress(Cancelled):  # once more at the end of the loop, if the rest of the request never arrives
+                    await reply_to_error(NotReady("the server stopped before the request was answered"), request)
             request.status = request.scope.get(STATUS_KEY, request.status)
             if telemetry is not None and span is not None:
                 telemetry.end_request(span, request, time.monotonic() - started)

@@ -1,8 +1,11 @@
 """Replies: the middleware that every reply passes; the responses with calls and with files."""
 
+from contextlib import suppress
+
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from attend.serving.requests import Cancelled
 from attend.web.request_reader import lease_of
 from attend.web.requests import Handler, HttpRequest
 from attend.wire.codec import Buffer, Encoded
@@ -40,7 +43,8 @@ def around(handle: Handler) -> Handler:
         try:
             await handle(request)
             if connection is not None and request.sent > MAX_UNSPLIT_REPLY:
-                await connection.wait_until_sent()
+                with suppress(Cancelled):  # the server stops: the reply stays without its end
+                    await connection.wait_until_sent()
         finally:
             request.send = send  # without this cycle of references, the request is freed at once, not at a garbage collection
             if request.lease is not None:
