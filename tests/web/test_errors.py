@@ -63,8 +63,11 @@ def test_unexpected_errors_are_500_and_out_of_memory_507_in_the_endpoints_format
 
 
 def test_an_unknown_query_parameter_is_refused_by_every_endpoint_but_probes_and_pages(http: httpx.Client) -> None:
-    """Load balancers add parameters to probes, and browsers and caches to pages. The body has none, so there is no pointer."""
-    for endpoint in create_app(Settings(access_log=False)).table:
+    """Load balancers add parameters to probes, and browsers and caches to pages. The body has none, so there is no pointer. The OpenAPI
+    document has the status of the refusal."""
+    app = create_app(Settings(access_log=False))
+    paths = app.openapi()["paths"]
+    for endpoint in app.table:
         path = re.sub(r"\{\w+\}", "none", endpoint.path)
         reply = http.request(endpoint.method, path, params={"a": "1"}, json={} if endpoint.body else None)
         if re.match(r"/$|/health/|/metrics$|/page/|/docs|/openapi.json$|/v2/health/|.*/ready$", endpoint.path):
@@ -72,6 +75,7 @@ def test_an_unknown_query_parameter_is_refused_by_every_endpoint_but_probes_and_
         else:
             assert reply.status_code == (400 if path.startswith("/v2") else 422), path
             assert "a query parameter" in reply.text or "no query parameters" in reply.text, path
+            assert str(reply.status_code) in paths[endpoint.path][endpoint.method.lower()]["responses"], path
 
 
 def test_a_parameter_with_a_wrong_value_is_422_and_named() -> None:

@@ -165,9 +165,9 @@ def _request_body(body: Body) -> dict[str, Any]:
 
 
 def _refusals(endpoint: Endpoint) -> dict[str, Any]:
-    """The refusals of an endpoint by status: those of its row, and those that its scopes, its body and its need of layers imply."""
+    """The refusals of an endpoint by status: those of its row, and those that scopes, body, query and need of layers imply."""
     kinds = [*endpoint.refusals, *(KEY_REFUSALS if endpoint.scopes else ()), *(BODY_REFUSALS if endpoint.body is not None else ())]
-    kinds += [NotReady] if endpoint.needs_layers else []
+    kinds += [NotReady] * endpoint.needs_layers + [InvalidRequest] * (not endpoint.any_query)
     v2 = is_v2(endpoint.path)
     content = {JSON: {"schema": schema(V2Error)}} if v2 else {PROBLEM_JSON: {"schema": schema(ProblemDocument)}}
     meanings: dict[int, dict[str, None]] = {}
