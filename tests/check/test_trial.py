@@ -413,6 +413,21 @@ def test_a_constant_with_the_digits_of_float32_is_no_mistake(width):
     assert not compare(with_constants_of_few_digits(width), longest=7, dtype="float64").agrees
 
 
+class WithConstantOfFewDigits(NumPyLettered):
+    """Has a factor on the scores with the digits of float32, which are those of float64 if a head has 4 numbers."""
+
+    def __call__(self, x):
+        q, k, v = ((x @ w).reshape(*x.shape[:2], self.num_heads, -1).swapaxes(1, 2) for w in (self.A, self.B, self.C))
+        scores = q @ k.swapaxes(-1, -2) * np.float64(np.float32(q.shape[-1] ** -0.5))
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        return (weights / weights.sum(-1, keepdims=True) @ v).swapaxes(1, 2).reshape(x.shape) @ self.D
+
+
+def test_a_class_whose_constants_have_few_digits_in_another_size_is_compared_in_float32():
+    comparison = compare(WithConstantOfFewDigits, longest=7)
+    assert comparison.agrees and comparison.dtype == "float32", f"\n{comparison}"
+
+
 class InvertsMask(Named):
     def forward(self, x, attend_mask=None):
         q, k, v = self.heads(x)

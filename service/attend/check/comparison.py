@@ -86,7 +86,10 @@ def _compare(loaded: Any, tried: Tried, *, seed: int, longest: int, backward: bo
     prepared = prepare(loaded, tried.spec, tried.convention, seed)
     with prepared.evaluating():
         called = _call_on_all(prepared, seed, longest)
-        if _has_digits_of_float32(called):
+        in_others = partial(in_other_sizes, loaded, tried.spec, tried.convention, prepared, seed)
+        may_differ = called.agree and isinstance(loaded, type) and is_known_in_others(prepared.spec)
+        in_another = None if not may_differ or (other := in_others()) is None else _call_in_evaluation(other, seed)
+        if any(map(_has_digits_of_float32, filter(None, (called, in_another)))):
             convention = replace(tried.convention, dtype="float32")
             tried = replace(tried, convention=convention, found=(*tried.found, "its numbers have the digits of float32"))
             return _compare(loaded, tried, seed=seed, longest=longest, backward=backward)
@@ -104,11 +107,9 @@ def _compare(loaded: Any, tried: Tried, *, seed: int, longest: int, backward: bo
             return replace(comparison, disagreements=(changing, *failures))
         if (one := _in_sweep(called) or _misaligned(called) or wrong_sum or wrong_dropout or wrong_gradient) is not None:
             return replace(comparison, disagreements=(one,))
-        in_others = partial(in_other_sizes, loaded, tried.spec, tried.convention, prepared, seed)
-        may_differ = called.agree and isinstance(loaded, type) and is_known_in_others(prepared.spec)
-        if may_differ and (other := in_others()) is not None:
-            in_another = _in_another_size(called, other, seed)
-            return replace(_compared(called), found=tried.found, disagreements=in_another, rounding=_rounding(called.compared))
+        if in_another is not None:
+            disagreements = _in_another_size(called, in_another, seed)
+            return replace(_compared(called), found=tried.found, disagreements=disagreements, rounding=_rounding(called.compared))
         found = explained(prepared, _evidence(called.compared), in_others, seed)
         disagreements = (*(_with_cases(x, called.compared) for x in found), *failures)
     return replace(comparison, disagreements=disagreements, rounding="" if disagreements else _rounding(called.compared))
@@ -212,16 +213,22 @@ def _compared(called: Calls) -> Comparison:
     )
 
 
-def _in_another_size(called: Calls, other: Candidate, seed: int) -> tuple[Disagreement, ...]:
+def _call_in_evaluation(candidate: Candidate, seed: int) -> Calls:
+    """What the short calls gave."""
+    with candidate.evaluating():
+        return _call_on(candidate, seed, 0, ["short"])
+
+
+def _in_another_size(called: Calls, calls: Calls, seed: int) -> tuple[Disagreement, ...]:
     """What is wrong in the short calls of a class that agrees and is constructed with other heads and widths; what came of them is added to
     the results."""
+    other = calls.prepared
     sizes = [f"{x.num_heads} heads of {x.head_dim} numbers" for x in (called.prepared.spec, other.spec)]
-    with other.evaluating():
-        calls = _call_on(other, seed, 0, ["short"])
-        if not calls.agree and calls.compared and not calls.failures:
+    if not calls.agree and calls.compared and not calls.failures:
+        with other.evaluating():
             first, *_ = explained(other, calls.compared, lambda: None, seed)
-            called.results += [replace(x, case=f"{x.case}, {sizes[1]}") for x in calls.results if x.agrees is False]
-            return (replace(first, case=f"{first.case}, {sizes[1]}", hint=f"with {sizes[0]} it agrees: {first.hint}"),)
+        called.results += [replace(x, case=f"{x.case}, {sizes[1]}") for x in calls.results if x.agrees is False]
+        return (replace(first, case=f"{first.case}, {sizes[1]}", hint=f"with {sizes[0]} it agrees: {first.hint}"),)
     if calls.agree:
         called.add_together(sizes[1], [x for x in calls.results if x.agrees])
     return ()
