@@ -53,8 +53,8 @@ class Reading:
     @property
     def answer(self) -> Convention:
         """The convention. Ambiguous: it is a guess."""
-        if self.asked is not None:
-            raise self.asked
+        if (asked := self.asked) is not None:
+            raise asked
         return self.convention
 
 
