@@ -50,6 +50,15 @@ def test_dropout_that_is_wrong_is_named(weights):
     assert first.hint.startswith("the output is right, and its dropout is not: ") and first.hint.endswith(WRONG[weights])
 
 
+def test_rows_that_dropout_makes_nan_are_wrong():
+    def weights(scores, p):
+        dropped = functional.dropout(scores.softmax(-1), p)
+        return dropped.masked_fill((dropped != 0).all(-1, keepdim=True), torch.nan)
+
+    first = compare(kernel(weights), longest=7).first
+    assert (first.case, first.output) == ("dropout_p=0.3", "dropout")
+
+
 def test_dropout_of_the_output_is_named():
     hint = compare(kernel(of_output=True), longest=7).first.hint
     assert hint == "the output is right, and its dropout is not: numbers of the output are left out, and not weights"
