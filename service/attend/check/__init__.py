@@ -32,6 +32,7 @@ In the order in which to read it:
     signatures.py            functions whose parameters and conventions are known
     tried.py                 finds by calls what names and options leave open
     trial.py                 axes, packing, causality and positions, by calls under the conventions that people have
+    requirements.py          a dtype, a width of heads and tiles of rows that it takes alone
     mask_meaning.py          the meaning of masks, in the same way
     sizes.py                 the candidate in other sizes, in which a mistake has to hold before it is named
     trace.py                 the arrays that a candidate makes, with the lines of its source

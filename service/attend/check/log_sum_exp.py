@@ -15,8 +15,8 @@ UNKNOWN = "the number that it returns for each row is not the log-sum-exp of the
 
 
 def compare_log_sum_exps(compared: Sequence[ComparedCase]) -> Iterator[SideOutput]:
-    """Those of cases whose rows have numbers, with the base and the order of axes under which most are right; numbers that are wrong in the
-    first case are something else."""
+    """The log-sum-exps of the cases, read with the base and the order of axes under which most are right. Numbers that are wrong in the
+    first case are taken for something else, and not compared."""
     cases = [x for x in compared if x.right.case.key.shape[1] > 1]
     readings = [[_compared(x, *reading) for x in cases] for reading in product(BASES.values(), (False, True))]
     best = max(readings, key=lambda found: sum(x.error <= x.tolerance for x in found))
@@ -27,7 +27,8 @@ def compare_log_sum_exps(compared: Sequence[ComparedCase]) -> Iterator[SideOutpu
 
 
 def _compared(compared: ComparedCase, factor: float, heads_last: bool) -> SideOutput:
-    """The log-sum-exps [b, h, q] of a case, of the rows that have a key."""
+    """The log-sum-exps [b, h, q] of a case; 0 in rows without a key, which are not compared. `factor`: for the base; `heads_last`: they are
+    [b, q, h]."""
     scores, right = compared.right.scores(), compared.right
     expected = factor * _log_sum_exp(scores)  # [b, h, q]
     assert compared.sums is not None
@@ -40,7 +41,7 @@ def _compared(compared: ComparedCase, factor: float, heads_last: bool) -> SideOu
 
 
 def _log_sum_exp(scores: Array) -> Array:
-    """That of the last axis; -inf of rows without a key."""
+    """log(sum(exp(scores))) over the last axis; -inf in rows without a key."""
     with np.errstate(divide="ignore"):
         largest = np.maximum(scores.max(axis=-1), -1e300)
         return np.asarray(largest + np.log(np.exp(scores - largest[..., None]).sum(axis=-1)))

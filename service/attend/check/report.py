@@ -17,9 +17,8 @@ MOST_WIDTHS = 4  # of heads that are listed
 AXES = {
     "output": ("item", "query", "number"),
     **dict.fromkeys(("dQ", "dK", "dV", "dX"), ("item", "row", "number")),
-    **dict.fromkeys(("dropout",), ("item", "head", "query", "key")),
+    **dict.fromkeys(("attention_weights", "dropout"), ("item", "head", "query", "key")),
     "log_sum_exp": ("item", "head", "query"),
-    "attention_weights": ("item", "head", "query", "key"),
 }
 
 

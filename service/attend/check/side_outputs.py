@@ -1,7 +1,7 @@
-"""Numbers besides the output that a candidate which agrees is also compared in: gradients of its inputs, and log-sum-exps of its rows."""
+"""Numbers besides the output in which a candidate that agrees is compared: gradients, log-sum-exps, and weights that dropout leaves."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from attend.tensors import Array
 
 @dataclass(frozen=True, slots=True)
 class SideOutput:
-    """Such numbers in one case, or why they are not compared."""
+    """Such numbers of one case; or why they are not compared."""
 
     case: CheckCase
     name: str = ""
@@ -35,10 +35,8 @@ def add_results(called: Calls, name: str, found: Iterable[SideOutput]) -> Disagr
     """The first wrong one; what came of all is added to the results, as `name`."""
     outputs = [*found]
     compared, skipped = [x for x in outputs if not x.skipped], [x for x in outputs if x.skipped]
-    right = [CaseResult(name, x.error, x.tolerance) for x in compared if x.error <= x.tolerance]
+    called.add_together(name, [CaseResult(name, x.error, x.tolerance) for x in compared if x.error <= x.tolerance])
     wrong = [x for x in compared if not x.error <= x.tolerance]
-    if right:
-        called.results.append(replace(max(right, key=lambda x: x.error / x.tolerance), calls=len(right)))
     called.results += [CaseResult(f"{x.name}, {x.case.name}", x.error, x.tolerance) for x in wrong]
     called.results += [CaseResult(name, skipped=f"since {x.skipped}", untried=True) for x in skipped[:1]]
     if not wrong:

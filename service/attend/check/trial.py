@@ -22,6 +22,7 @@ from attend.check.convention import OF_MASKS, ROPE_TABLES, Ambiguous, Convention
 from attend.check.families import with_positions
 from attend.check.layer import Known
 from attend.check.preparation import prepare
+from attend.check.requirements import NOR, with_requirements
 from attend.check.weights import names_speak_for
 from attend.check.windows import with_and_without_window
 from attend.spec import LayerSpec
@@ -34,9 +35,6 @@ ALL_AGREE = 5
 NOTHING_AGREES = 1
 LONGEST = 64  # rows that a class is constructed for until it is compared
 CHANGED = 1e-3  # of the largest number: by how much an output differs that depends on a key
-DTYPES = (None, "float16", "bfloat16", "float32")  # None: what is usual
-WIDTHS = (None, 64)  # of heads
-TILES = (None, 16, 64, 128)  # rows of which all lengths are multiples
 GUESSED = ("sizes", "arguments", "weights")  # options of which most values fit no candidate
 
 
@@ -116,7 +114,7 @@ class Trial:
         may be right in one of them. The second value is the first of those that agrees.
         """
         refused: list[Reading | Exception] = []
-        for required in chain([convention], _required(convention)):
+        for required in chain([convention], with_requirements(convention)):
             try:
                 found = self._reading(required, MOST_READINGS if required is convention else MOST_REQUIRED)
             except Ambiguous:
@@ -132,8 +130,7 @@ class Trial:
             raise first
         if first.asked is None and first.convention.framework != convention.framework:
             raised = "; ".join(first.failures.values())
-            others = f"nor in half precision, with heads of {WIDTHS[-1]} numbers or with whole tiles of {TILES[-1]} rows"
-            raise ValueError(f'cannot call it on NumPy arrays or torch tensors, {others}: pass framework="torch" or "numpy"; {raised}')
+            raise ValueError(f'cannot call it on NumPy arrays or torch tensors, {NOR}: pass framework="torch" or "numpy"; {raised}')
         return first.answer, first.instead
 
     def _reading(self, convention: Convention, most: int) -> "Reading":
@@ -301,8 +298,8 @@ class Trial:
                         return windowed, (words, spec)
         return convention if agrees else replace(convention, window=None), None
 
-    def keys(self, convention: Convention) -> Convention:
-        """Whether a candidate takes as many keys as queries alone."""
+    def one_length(self, convention: Convention) -> Convention:
+        """The convention, with `one_length` if the candidate raises where there are more keys than queries."""
         prepared = self.prepare(convention)
         case = self._cross_attention(prepared)
         try:
@@ -329,17 +326,6 @@ class Trial:
                 before, after = (self.output(prepared, x) for x in (case, perturbed(case, -1, prepared)))
                 return convention.tried(query_offset="end") if changed_rows(before, after)[-1] else at_start
         return convention
-
-
-def _required(convention: Convention) -> Iterator[Convention]:
-    """The convention with what some kernels require, first one thing, and then several."""
-    in_order = sorted(product(DTYPES, WIDTHS, TILES), key=lambda values: sum(value is not None for value in values))
-    for dtype, width, tile in in_order[1:]:
-        with_them = convention if dtype is None else convention.tried(dtype=dtype)
-        with_them = with_them if width is None else with_them.tried(d_model=width * (convention.num_heads or 3))
-        with_them = with_them if tile is None else replace(with_them, tile=tile)
-        if with_them != convention:
-            yield with_them
 
 
 def _axes_of(reading: Convention) -> int:

@@ -8,6 +8,7 @@ import numpy as np
 
 from attend.check.convention import OF_MASKS, Convention
 from attend.check.mask_meaning import meanings_of_mask
+from attend.check.requirements import requirements_in_words
 from attend.check.signatures import FUNCTIONS
 from attend.check.trial import Trial
 from attend.check.windows import window_in_words
@@ -38,7 +39,7 @@ def try_conventions(candidate: Any, spec: LayerSpec | None, convention: Conventi
     trial = Trial(candidate, spec, seed)
     with np.errstate(all="ignore"):
         read, instead = trial.reading(convention)
-        read = trial.keys(trial.offset(read))
+        read = trial.one_length(trial.offset(read))
         positions = None
         if spec is None:
             read, positions = trial.positions(read)
@@ -103,14 +104,7 @@ def _words(before: Convention, after: Convention) -> Iterator[str]:
         yield f"its attention is compared without {' and '.join(after.left_out)}"
     if after.residual:
         yield "its input is added to the output"
-    if after.dtype != before.dtype:
-        yield f"it raises in {'float64' if after.framework == 'numpy' else 'float32'}, and takes {after.dtype}"
-    if after.d_model != before.d_model:
-        yield f"it raises with {before.d_model} numbers in all heads, and takes {after.d_model}"
-    if after.one_length:
-        yield "it takes as many keys as queries alone"
-    if after.tile > 1:
-        yield f"it takes whole tiles of {after.tile} rows alone"
+    yield from requirements_in_words(before, after)
     yield from (f"{name} is {size}" for name, size in after.sizes.items())
     new = {name: role for name, role in after.arguments.items() if name not in before.arguments}
     yield from (f"it refuses {name}" if role == "unused" else f"{name} is the {role}" for name, role in new.items())
