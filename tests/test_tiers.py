@@ -69,8 +69,9 @@ THIRD_PARTIES: dict[str, set[str]] = {
 TORCH_IN_CLIENT = ("client/remote.py", "client/transformers.py", "client/recording.py", "client/interventions.py")
 NAMES_OPERATORS = (  # those who compute, read or compare single ones
     *("attention/operators/", "attention/reference/", "checkpoints/", "check/algebra/", "check/mistakes/"),
-    *(f"check/{name}.py" for name in ("candidate", "cases", "changes", "convention", "fitting", "layer", "parameters", "backward")),
+    *(f"check/{name}.py" for name in ("candidate", "cases", "changes", "convention", "fitting", "layer", "parameters")),
     *(f"check/{name}.py" for name in ("constructor", "families", "lengths", "rope_tables", "rounding", "signatures", "weights")),
+    "check/further/backward.py",
 )
 WITHOUT_TORCH = ("operators", "program", "dataflow")  # of attention
 WATCHED = {"asyncio"}  # of the standard library: the rules say which packages may use event loops

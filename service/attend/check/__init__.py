@@ -17,6 +17,8 @@ In the order in which to read it:
     alternatives.py          what a wrong one may be meant to be
     disagreements.py         what is said of it
     report.py                what it found, and how that is written
+    further/                 what one that agrees is looked at for further: lengths, alignment, gradients, …
+    digits.py                whether it has the digits of float32 alone
     calls.py                 calls the candidate on every case, and compares the numbers
     candidate.py             a candidate, and the cases that it is called on
     preparation.py           makes it of a class, an instance or a function, which loading.py finds by name
@@ -50,12 +52,6 @@ In the order in which to read it:
     changes.py               what mistakes are made of
     cases.py                 the inputs
     groups.py                calls with heads that share a key and a value
-    alignment.py             causal calls with more or fewer keys than queries
-    gradients.py             gradients of the inputs of torch candidates
-    log_sum_exp.py           log-sum-exps of the rows, which some return
-    dropout.py               what calls with dropout show
-    side_outputs.py          what is said of these
-    backward.py              what they are with mistakes in a backward pass
     spread.py                how far outputs in half precision may be from the reference
     lengths.py               further calls of many lengths, widths and positions, if those agree
     parameters.py            cases that pass each parameter a value that changes the result

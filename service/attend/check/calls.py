@@ -1,22 +1,20 @@
 """Calls a candidate on cases, and compares what it returns with the reference."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from time import thread_time
-from typing import NamedTuple
 
 import numpy as np
 
 from attend.check.adapter import NO_PARAMETER, NO_POSITIONS, CallFailed, NoCache
-from attend.check.candidate import Candidate
-from attend.check.cases import CheckCase
+from attend.check.candidate import GROUPS, Candidate
+from attend.check.cases import CheckCase, Group
 from attend.check.computation import RELATIVE, Computation, Expected
 from attend.check.convention import Alignment
 from attend.check.explanation import Observation
 from attend.check.layer import Known
-from attend.check.lengths import Sweep
 from attend.check.low_precision import HALF
 from attend.check.spread import Measure, Spread, spread_of
 from attend.tensors import Array
@@ -84,15 +82,6 @@ class Failure:
         return None if self.case.kind == "plain" else "if yours takes its mask in another shape or kind, see mask_shape and mask_dtype"
 
 
-class WrongInSweep(NamedTuple):
-    """A sweep that a candidate is wrong in, the first wrong call, and the names of the wrong and of the right ones."""
-
-    sweep: Sweep
-    first: "ComparedCase"
-    wrong: Sequence[str]
-    right: Sequence[str]
-
-
 @dataclass(slots=True)
 class Calls:
     """What the calls of a candidate gave."""
@@ -104,16 +93,14 @@ class Calls:
     failures: list[Failure] = field(default_factory=list)
     tried: dict[str, None] = field(default_factory=dict)  # parameters that got another value than their default
     refused: dict[str, str] = field(default_factory=dict)  # parameter -> what the candidate raised for its value
-    wrong_in_sweep: "WrongInSweep | None" = None
     alignments: list[Alignment] = field(default_factory=list)  # of causal calls with fewer, and with more queries than keys
-    misaligned: "ComparedCase | None" = None  # the first such call that has none of them
     keys: int = 0  # of the longest case
     widths: set[int] = field(default_factory=set)  # of heads
     slowest: tuple[int, float] = (1, 0.0)  # pairs of rows of the largest call, and its seconds
 
     def compare(self, case: CheckCase) -> None:
         """Calls the candidate on a case, and adds what came of it."""
-        self.results.append(self._result(case))
+        self.results.append(self.result_of(case))
 
     @property
     def agree(self) -> bool:
@@ -126,51 +113,8 @@ class Calls:
             worst = max(agreeing, key=lambda result: result.error / result.tolerance)
             self.results.append(replace(worst, case=name, calls=len(agreeing)))
 
-    def compare_together(self, sweep: Sweep) -> None:
-        """The same with the cases of a sweep: those that agree, and those that the candidate refuses, have one result."""
-        kept = len(self.compared)
-        results = [self._result(case) for case in sweep.cases]
-        wrong = [x for x in self.compared[kept:] if x.wrong is not None]
-        agreeing = [result for result in results if result.agrees is not False and result.skipped is None]
-        if wrong and not agreeing and wrong[0].right.case.group == "widths":  # a function may be made for one width, with its scale
-            width = self.prepared.spec.head_dim
-            reason = f"since its numbers are those of heads of {width} alone, as with a fixed scale"
-            self.results.append(CaseResult(sweep.name, skipped=reason, untried=True))
-            results, wrong, self.widths = [], [], {width}
-        if wrong and self.wrong_in_sweep is None:
-            right = [result.case for result in agreeing]
-            self.wrong_in_sweep = WrongInSweep(sweep, wrong[0], [x.right.case.name for x in wrong], right)
-        del self.compared[kept:]
-        self.add_together(sweep.name, agreeing)
-        self.results += [result for result in results if result.agrees is False]
-        skipped = [result for result in results if result.skipped is not None]
-        for untried in (True, False):
-            if alike := [result for result in skipped if result.untried is untried]:
-                names = [result.case for result in alike]
-                name = names[0] if len(names) == 1 else f"{len(names)} of the {sweep.name} ({names[0]} to {names[-1]})"
-                self.results.append(replace(alike[0], case=name))
-
-    def align(self, cases: Mapping[Alignment, CheckCase], required: Alignment | None) -> None:
-        """Find which alignment a causal call has, and add what came of it. `required`: the only right one; None: either is."""
-        case = cases["top-left"]
-        if self.prepared.adapter.roles["causal"] in self.refused:
-            return
-        try:
-            compared = {alignment: call(self.prepared, x) for alignment, x in cases.items()}
-        except CallFailed as failure:
-            self.results.append(CaseResult(case.name, skipped=f"{RAISED} {failure}", untried=True))
-            return
-        if required is None and self.alignments and case.query.shape[1] < case.key.shape[1]:
-            required = self.alignments[0]  # of shorter calls
-        right: list[Alignment] = [alignment for alignment, x in compared.items() if x.wrong is None]
-        shown = compared[required or (right[0] if right else "bottom-right")]
-        self.results.append(shown.result)
-        self.keys = max(self.keys, case.key.shape[1])
-        self.alignments += right[:1]
-        if shown.wrong is not None:
-            self.misaligned = self.misaligned or shown
-
-    def _result(self, case: CheckCase) -> CaseResult:
+    def result_of(self, case: CheckCase) -> CaseResult:
+        """Calls the candidate on a case. What came of it is not yet among the results."""
         adapter = self.prepared.adapter
         if reason := adapter.skip_reason(case.call):
             untried = case.group == "short" and (reason.startswith(NO_PARAMETER) or reason == NO_POSITIONS)
@@ -322,6 +266,17 @@ def call(candidate: Candidate, case: CheckCase) -> ComparedCase:
 def _bounds(name: str, expected: Expected, moved: Spread | None) -> tuple[float, bool]:
     """The largest error of an output that rounding explains, and whether that excludes hardly any numbers."""
     return (expected.largest_tolerance(name), expected.is_vague_in(name)) if moved is None else (moved.largest(name), moved.is_vague(name))
+
+
+def call_on(candidate: Candidate, seed: int, groups: Collection[Group] = GROUPS, *, longest: int = 0, until_wrong: bool = False) -> Calls:
+    """What the calls of these groups gave, of at most `longest` keys in long ones; `until_wrong`: the first of them, up to a wrong one."""
+    called = Calls(candidate)
+    for case in candidate.draw_cases(seed, groups):
+        if case.group != "long" or case.key.shape[1] <= longest:
+            called.compare(case)
+        if until_wrong and called.compared and not called.agree:
+            break
+    return called
 
 
 def observe(candidate: Candidate, cases: Iterable[CheckCase]) -> Iterator[Observation]:

@@ -11,7 +11,6 @@ from typing import Any, get_args
 import numpy as np
 
 from attend.check.adapter import Adapter
-from attend.check.alignment import draw_alignments
 from attend.check.cases import (
     CaseKind,
     CheckCase,
@@ -23,7 +22,7 @@ from attend.check.cases import (
     draw_short_cases,
     lengths_for,
 )
-from attend.check.convention import ROPE_TABLES, Alignment, Convention
+from attend.check.convention import ROPE_TABLES, Convention
 from attend.check.groups import draw_groups, draw_heads
 from attend.check.lengths import Sweep, draw_sweeps
 from attend.check.parameters import draw_parameter_cases
@@ -93,14 +92,6 @@ class Candidate:
         )
         for sweep in (*draw_sweeps(self.draw(seed), adapter.roles, longest, **takes), *heads):
             yield replace(sweep, cases=tuple(map(self.as_passed, sweep.cases)))
-
-    def draw_alignments(self, seed: int, longest: int) -> Iterator[dict[Alignment, CheckCase]]:
-        """Causal calls with fewer and with more queries than keys, if a parameter makes them causal."""
-        roles = self.adapter.roles
-        if {"causal", "key"} <= roles.keys() and self.draw(seed).keys_apart and "mask" not in self.adapter.required:
-            for cases in draw_alignments(self.draw(seed), roles["causal"], longest):
-                if not self.adapter.skip_reason(cases["top-left"]):
-                    yield {alignment: self.as_passed(case) for alignment, case in cases.items()}
 
     def draw(self, seed: int, lengths: Lengths | None = None) -> Draw:
         """What draws the cases of this candidate."""

@@ -20,6 +20,7 @@ from attend.check.trace import Trace, recorded, source_folders
 NOT_FINITE = "no number is finite: a row may have no key that is not blocked, exp may overflow, or a number is divided by 0"
 UNEXPLAINED = "no known mistake gives these numbers"
 IN_SWEEP = "all other kinds of calls agree"
+MOST_NAMES = 6  # of calls that a hint lists
 FURTHER_SEEDS = 3  # draws of further cases
 
 
@@ -133,3 +134,9 @@ def _explain_shape(wrong: ComparedOutput) -> str | None:
         if made.shape == wrong.got.shape and np.allclose(made, wrong.got, rtol=0, atol=wrong.tolerance):
             return hint
     return None
+
+
+def first_of(names: Sequence[str]) -> str:
+    """A list of names; of many, the first and the number of the others."""
+    more = f", and {len(names) - MOST_NAMES} other{'s' * (len(names) > MOST_NAMES + 1)}" if len(names) > MOST_NAMES else ""
+    return f"{', '.join(names[:MOST_NAMES])}{more}" if names else "none"

@@ -8,24 +8,42 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from attend.attention.reference.forward import value_of
-from attend.check.backward import mistaken_gradients
+from attend.check.calls import Calls
 from attend.check.candidate import Candidate
 from attend.check.cases import CheckCase
+from attend.check.further.alignment import draw_alignments
+from attend.check.further.backward import mistaken_gradients
+from attend.check.further.look import Extent
+from attend.check.further.side_outputs import SideOutput, add_results
 from attend.check.low_precision import HALF
-from attend.check.side_outputs import SideOutput
+from attend.check.report import Disagreement
 from attend.tensors import Array
 
+LONGEST = 130  # keys of a call whose gradients are compared
 STEP = 1e-5  # by which inputs are moved
 RELATIVE = {"float64": 1e-7, "float32": 64 * 2.0**-23}  # errors of gradients, of the largest and for scores of at most 1
 NAMES = {"query": "dQ", "key": "dK", "value": "dV"}
 
 
-def compare_gradients(candidate: Candidate, cases: Iterator[CheckCase]) -> Iterator[SideOutput]:
+def look(called: Calls, extent: Extent) -> Disagreement | None:
+    """The first wrong gradient of an input; of a candidate with a backward pass of its own, or wherever that is asked for."""
+    prepared, longest = called.prepared, min(extent.longest, LONGEST)
+    if not extent.backward and not _has_own_backward(prepared, called.compared[0].right.case):
+        return None
+    cases = prepared.draw_cases(extent.seed, ("short", "parameters", "long"))
+    short = (case for case in cases if case.group != "long" or case.key.shape[1] <= longest)
+    pairs = zip(called.alignments, draw_alignments(prepared, extent.seed, LONGEST), strict=False)
+    aligned = (case for alignment, pair in pairs if (case := pair[alignment]).whole is None)
+    return add_results(called, "gradients", _compare(prepared, chain(short, aligned)))
+
+
+def _compare(candidate: Candidate, cases: Iterator[CheckCase]) -> Iterator[SideOutput]:
     """The gradients of every input, in those of the cases that have nothing but a mask or causality.
 
     Functions in half precision are called in float32.
@@ -67,7 +85,7 @@ def _of_case(candidate: Candidate, case: CheckCase) -> Iterator[SideOutput]:
         yield replace(found, hints=tuple(_factor(expected, gradient, tolerance, candidate.spec.scale) or named))
 
 
-def has_own_backward(candidate: Candidate, case: CheckCase) -> bool:
+def _has_own_backward(candidate: Candidate, case: CheckCase) -> bool:
     """Whether an output comes of a `torch.autograd.Function`, whose backward pass is not torch's."""
     torch = sys.modules.get("torch")
     if torch is None or candidate.adapter.framework != "torch" or candidate.adapter.dtype not in RELATIVE:

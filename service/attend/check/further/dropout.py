@@ -13,11 +13,14 @@ from typing import Any
 import numpy as np
 
 from attend.check.adapter import CallFailed
+from attend.check.calls import Calls
 from attend.check.candidate import Candidate
 from attend.check.cases import CheckCase
+from attend.check.further.look import Extent
+from attend.check.further.side_outputs import SideOutput, add_results
 from attend.check.layer import Layer
 from attend.check.low_precision import HALF
-from attend.check.side_outputs import SideOutput
+from attend.check.report import Disagreement
 from attend.tensors import Array
 
 P = 0.3
@@ -30,7 +33,16 @@ KEPT = {  # what weights that are kept are multiplied by -> what is said
 }
 
 
-def compare_dropout(candidate: Candidate, seed: int) -> Iterator[SideOutput]:
+def look(called: Calls, extent: Extent) -> Disagreement | None:
+    """The weights that dropout leaves, if they are wrong. The parameters for it are tried if they are right."""
+    roles, found = called.prepared.adapter.roles, [*_compare(called.prepared, extent.seed)]
+    wrong = add_results(called, "dropout", found)
+    if found and wrong is None:
+        called.tried |= {roles[role]: None for role in ("dropout", "training") if role in roles}
+    return wrong
+
+
+def _compare(candidate: Candidate, seed: int) -> Iterator[SideOutput]:
     """What a call with dropout shows; nothing if no parameter is known for it, if it changes nothing, or if heads are too narrow."""
     adapter, width = candidate.adapter, candidate.spec.value_head_dim
     draw = candidate.draw(seed)

@@ -5,16 +5,23 @@ from itertools import product
 
 import numpy as np
 
-from attend.check.calls import ComparedCase
+from attend.check.calls import Calls, ComparedCase
 from attend.check.computation import tolerance
-from attend.check.side_outputs import SideOutput
+from attend.check.further.look import Extent
+from attend.check.further.side_outputs import SideOutput, add_results
+from attend.check.report import Disagreement
 from attend.tensors import Array
 
 BASES = {"e": 1.0, "2": float(np.log2(np.e))}  # base of the exponentials -> what their logarithm multiplies the natural one by
 UNKNOWN = "the number that it returns for each row is not the log-sum-exp of the scores, with base e or 2"
 
 
-def compare_log_sum_exps(compared: Sequence[ComparedCase]) -> Iterator[SideOutput]:
+def look(called: Calls, _: Extent) -> Disagreement | None:
+    """The first wrong log-sum-exp, if the candidate returns some."""
+    return add_results(called, "log-sum-exps", _compare(called.with_sums))
+
+
+def _compare(compared: Sequence[ComparedCase]) -> Iterator[SideOutput]:
     """The log-sum-exps of the cases, read with the base and the order of axes under which most are right. Numbers that are wrong in the
     first case are taken for something else, and not compared."""
     cases = [x for x in compared if x.right.case.key.shape[1] > 1]
