@@ -33,7 +33,9 @@ In the order in which to read it:
     families.py              the layer of a family of models
     signatures.py            functions whose parameters and conventions are known
     tried.py                 finds by calls what names and options leave open
-    trial.py                 axes, packing, causality and positions, by calls under the conventions that people have
+    readings.py              axes, packing and causality, by calls under the conventions that people have
+    positions.py             where queries and keys are, in the same way
+    trial.py                 the candidate under one convention after the other
     requirements.py          a dtype, a width of heads and tiles of rows that it takes alone
     mask_meaning.py          the meaning of masks, in the same way
     sizes.py                 the candidate in other sizes, in which a mistake has to hold before it is named

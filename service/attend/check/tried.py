@@ -8,6 +8,8 @@ import numpy as np
 
 from attend.check.convention import OF_MASKS, Convention
 from attend.check.mask_meaning import meanings_of_mask
+from attend.check.positions import offset, one_length, positions_of
+from attend.check.readings import read_by_calls
 from attend.check.requirements import requirements_in_words
 from attend.check.signatures import FUNCTIONS
 from attend.check.trial import Trial
@@ -38,11 +40,11 @@ def try_conventions(candidate: Any, spec: LayerSpec | None, convention: Conventi
     """
     trial = Trial(candidate, spec, seed)
     with np.errstate(all="ignore"):
-        read, instead = trial.reading(convention)
-        read = trial.one_length(trial.offset(read))
+        read, instead = read_by_calls(trial, convention)
+        read = one_length(trial, offset(trial, read))
         positions = None
         if spec is None:
-            read, positions = trial.positions(read)
+            read, positions = positions_of(trial, read)
         words = [*_words(convention, read), *([_instead(instead, read)] if instead else [])]
         if spec is None:
             found = trial.prepare(read).spec  # what it has by the names of its weights
