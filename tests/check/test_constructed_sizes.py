@@ -1,6 +1,7 @@
 """A class is constructed with the sizes of its spec, and what these are is found by calls where no spec says it."""
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -192,3 +193,35 @@ class OfConfig(T5):
 def test_a_configuration_has_what_layers_are_often_asked_for() -> None:
     report = compare(OfConfig)
     assert report.agrees and any("relative_bias" in found for found in report.found), report
+
+
+@dataclass
+class Validated:
+    """A configuration as in transformers: it refuses values of another type, and names of a few fields look like sizes."""
+
+    hidden_size: int = 64
+    num_attention_heads: int = 8
+    num_key_value_heads: int | None = None
+    hidden_act: str = "gelu"
+    tie_word_embeddings: bool = False
+    channels_of_stages: tuple[int, ...] = (8, 16)
+    rope_scaling: dict[str, Any] | None = None
+    attention_dropout: float | int = 0.0
+    sliding_window: int = 2  # None is refused
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            default = type(self).__dataclass_fields__[name].default
+            assert default is None or isinstance(value, type(default)) or name == "attention_dropout", f"{name}={value}"
+
+
+class OfValidated(Sliding):
+    def __init__(self, config: Validated) -> None:
+        assert config.hidden_act == "gelu" and config.channels_of_stages == (8, 16)
+        super().__init__(config.hidden_size, config.num_attention_heads, config.num_key_value_heads or 0, config.sliding_window)
+
+
+def test_a_configuration_that_validates_its_fields_gets_those_of_its_types() -> None:
+    assert compare(OfValidated).agrees
+    report = compare(type("Wrong", (OfValidated,), {"visible": lambda self, distance: distance >= -1}))
+    assert "each query see the next key" in str(report.first)

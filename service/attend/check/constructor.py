@@ -10,9 +10,9 @@ that says nothing raises AttributeError, or KeyError, as of one without it.
 import inspect
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import MISSING, Field, fields, is_dataclass, replace
 from itertools import permutations
 from typing import Any
 
@@ -161,15 +161,26 @@ def _meanings(unknown: list[str], signature: inspect.Signature) -> Iterator[dict
 
 def _configuration(annotation: Any, sizes: Mapping[str, Any]) -> Any:
     """An object with these sizes: of the annotated class, if its fields are known, or one that answers to all usual names."""
-    if hasattr(annotation, "__dataclass_fields__"):
-        fields = annotation.__dataclass_fields__
-        values = {name: sizes[meaning] for name in fields if (meaning := meaning_of(name)) is not None and meaning in sizes}
-        values |= {name: OTHERS[name] for name in fields if name in OTHERS and name not in ("mask", "causal")}
-        try:
-            return annotation(**values)
-        except TypeError:
-            pass
+    if isinstance(annotation, type) and is_dataclass(annotation):
+        values = dict(_values_of(fields(annotation), sizes))
+        for without in (None, sizes["length"]):  # a class that validates its fields may have a window in all layers
+            with suppress(Exception):  # it may require what is not known
+                return annotation(**{name: without if value is None else value for name, value in values.items()})
     return Configuration(USUAL | dict(sizes), {})
+
+
+def _values_of(fields_of: Iterable[Field[Any]], sizes: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The sizes, and other values of known names, for those fields of a configuration whose defaults are of the same kind."""
+    for field in fields_of:
+        meaning = meaning_of(field.name) or ""
+        if meaning in sizes or (field.name in OTHERS and field.name not in ("mask", "causal")):
+            value = sizes[meaning] if meaning in sizes else OTHERS[field.name]
+            if None in (value, field.default) or field.default is MISSING or _kind_of(value) is _kind_of(field.default):
+                yield field.name, value
+
+
+def _kind_of(value: Any) -> type:
+    return float if type(value) is int else type(value)
 
 
 def constructed(cls: type, spec: LayerSpec | None, convention: Convention, seed: int, groups: bool) -> tuple[Any, Convention]:
