@@ -216,8 +216,8 @@ class Validated:
 
 
 class OfValidated(Sliding):
-    def __init__(self, config: Validated) -> None:
-        assert config.hidden_act == "gelu" and config.channels_of_stages == (8, 16)
+    def __init__(self, config: Validated | None = None) -> None:
+        assert config and config.hidden_act == "gelu" and config.channels_of_stages == (8, 16)
         super().__init__(config.hidden_size, config.num_attention_heads, config.num_key_value_heads or 0, config.sliding_window)
 
 

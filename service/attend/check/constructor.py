@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, Field, fields, is_dataclass, replace
 from itertools import permutations
-from typing import Any
+from typing import Any, get_args
 
 from attend.check.convention import HEADS, Ambiguous, Convention, by_name
 from attend.check.weights import multi_head
@@ -132,8 +132,9 @@ def constructor_arguments(signature: inspect.Signature, convention: Convention, 
             continue
         meaning = convention.sizes.get(name) or ("batch_first" if name == "batch_first" else meaning_of(name))
         is_required = parameter.default is parameter.empty
-        if is_required and (CONFIGURATION.fullmatch(name.lower()) or hasattr(parameter.annotation, "__dataclass_fields__")):
-            given[name] = _configuration(parameter.annotation, sizes)
+        annotated = _dataclass_in(parameter.annotation)
+        if (is_required and CONFIGURATION.fullmatch(name.lower())) or (annotated and parameter.default in (None, parameter.empty)):
+            given[name] = _configuration(annotated, sizes)
         elif meaning in sizes:
             has_default = parameter.default is not None or meaning == "num_kv_heads"  # None is as many as heads: groups would not show
             if is_required or (has_default and not (meaning == "dropout" and evaluates)):
@@ -159,13 +160,18 @@ def _meanings(unknown: list[str], signature: inspect.Signature) -> Iterator[dict
     yield from (dict(zip(unknown, sizes, strict=True)) for sizes in permutations(left, len(unknown)))
 
 
-def _configuration(annotation: Any, sizes: Mapping[str, Any]) -> Any:
-    """An object with these sizes: of the annotated class, if its fields are known, or one that answers to all usual names."""
-    if isinstance(annotation, type) and is_dataclass(annotation):
-        values = dict(_values_of(fields(annotation), sizes))
+def _dataclass_in(annotation: Any) -> Any:
+    """The dataclass that an annotation is, or has among its alternatives; None if there is none."""
+    return next((x for x in (annotation, *get_args(annotation)) if isinstance(x, type) and is_dataclass(x)), None)
+
+
+def _configuration(annotated: Any, sizes: Mapping[str, Any]) -> Any:
+    """An object with these sizes: of the annotated dataclass, if it can be made, or one that answers to all usual names."""
+    if annotated is not None:
+        values = dict(_values_of(fields(annotated), sizes))
         for without in (None, sizes["length"]):  # a class that validates its fields may have a window in all layers
             with suppress(Exception):  # it may require what is not known
-                return annotation(**{name: without if value is None else value for name, value in values.items()})
+                return annotated(**{name: without if value is None else value for name, value in values.items()})
     return Configuration(USUAL | dict(sizes), {})
 
 

@@ -111,8 +111,15 @@ class Comparison:
         return f"<pre>{escape(str(self))}</pre>"
 
     @property
+    def is_empty(self) -> bool:
+        """Whether the candidate raised in every call, so that nothing was compared."""
+        return any(x.raised for x in self.results) and all(x.raised or x.skipped for x in self.results)
+
+    @property
     def verdict(self) -> str:
         """In how many of the cases that say something it disagrees."""
+        if self.is_empty:
+            return "raised in every call, so nothing was compared"
         agree = [result.agrees for result in self.results if result.agrees is not None]
         return f"disagrees with the reference in {agree.count(False)} of {len(agree)} cases"
 

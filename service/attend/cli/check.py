@@ -92,8 +92,8 @@ def check(
     """Compare every number of the replies to random requests with a float64 reference.
 
     The service runs at --url or in this process. With --module, an attention implementation of yours is compared instead, and the first
-    disagreement is shown with the known mistakes that explain it. Exit code 1: an error is larger than rounding allows. Exit code 3: a
-    --module agrees, but some cases or parameters were not tried.
+    disagreement is shown with the known mistakes that explain it. Exit code 1: an error is larger than rounding allows. Exit code 2: a
+    --module cannot be called. Exit code 3: it agrees, but some cases or parameters were not tried.
     """
     if module and (url or case is not None or config):
         raise typer.BadParameter("a --module is checked in this process; leave --url, --case and --config out")
@@ -118,7 +118,8 @@ def check(
     if as_json:
         typer.echo(json.dumps(document))
     if not document["agrees"]:
-        raise typer.Exit(1)
+        wrong = [report for report in reports if not report.agrees]
+        raise typer.Exit(2 if wrong and all(report.comparison.is_empty for report in wrong) else 1)
     if not allow_skipped and not all(report.is_complete for report in reports):
         raise typer.Exit(3)
 
