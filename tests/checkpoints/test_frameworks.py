@@ -17,6 +17,7 @@ from safetensors.numpy import save
 
 from attend.checkpoints import detect, layers_in
 from attend.client import Client
+from attend.errors import pointer
 from support import framework_cases
 from support.framework_cases import CASES, FILES, LAYERS, SOURCES, array
 
@@ -56,6 +57,37 @@ def test_a_loaded_layer_agrees_with_the_framework_that_saved_it(layers: httpx.Cl
     differences, tolerance = framework_cases.replay(layers, path, index)
 
     assert differences and max(differences.values()) <= tolerance, differences
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_number_that_is_not_finite_is_refused_at_its_place_among_the_tensors_sent(layers: httpx.Client, path: Path) -> None:
+    """By the name and the axes of the tensor in the body, whatever was made of it. A tensor that is not refused is no part of the layer."""
+    weights, case = load(path, 0)
+    fingerprint = put_layer(layers, weights, case["load"], in_json=False).json()["fingerprint"]
+    refused: list[str] = []
+    for name, tensor in weights.items():
+        if tensor.dtype.kind == "f" and name.replace("/", ".").startswith(case["load"]["prefix"].replace("/", ".")):
+            in_json, place = bool(len(refused) % 2), tuple(length - 1 for length in tensor.shape)
+            spoiled = tensor.astype(np.float64) if in_json else tensor.copy()
+            spoiled[place] = 1e39 if in_json else np.nan
+            answer = put_layer(layers, {**weights, name: spoiled}, case["load"], in_json)
+            if answer.is_success:
+                assert answer.json()["fingerprint"] == fingerprint
+            else:
+                assert answer.status_code == 422
+                assert answer.json()["errors"][0]["at"] == pointer(["weights"] * in_json + [name, *place]), answer.text
+                refused.append(name)
+
+    assert len(refused) >= 2  # one matrix for queries, keys and values, and that of the output
+
+
+def put_layer(http: httpx.Client, weights: Any, how: Any, in_json: bool) -> httpx.Response:
+    query = {name: how[name] for name in ("layout", "prefix") if how[name]}
+    if in_json:
+        lists = {name: tensor.tolist() for name, tensor in weights.items()}
+        return http.put("/layers/original", params=query, json={"spec": how["spec"], "weights": lists})
+    query["spec"] = json.dumps(how["spec"])
+    return http.put("/layers/original", params=query, content=save(weights), headers=framework_cases.SAFETENSORS)
 
 
 def test_every_framework_has_cases_and_a_row_in_the_documentation() -> None:

@@ -24,7 +24,7 @@ from attend.checkpoints.families import FAMILIES, REFUSED
 from attend.checkpoints.folder import ModelFolder
 from attend.checkpoints.model import describe, parts_of
 from attend.client import AsyncClient, Client
-from attend.errors import InvalidRequest
+from attend.errors import InvalidRequest, pointer
 from attend.spec import LayerSpec
 from attend.spec_parts import PROJECTIONS
 from support.command import run_attend
@@ -52,7 +52,7 @@ def assert_refused(reply: httpx.Response, at: str) -> None:
         assert problem["at"] == "" and f"at /{rest[0]}" in problem["expected"] and "of the spec" in problem["expected"], reply.text
     else:
         place = "" if member == "weights" else f"/__metadata__/{member}"
-        assert problem["at"].startswith("/".join([place, *rest])), reply.text
+        assert problem["at"] == place if not rest else problem["at"].startswith("/".join([place, *rest])), reply.text
     assert reply.status_code == 422
 
 
@@ -110,6 +110,42 @@ def test_index_heads_of_another_width_are_refused(layers: httpx.Client, part: st
     tensors = tensors_of(MODELS["hy_v4"]["cases"][0])
     name = next(name for name in tensors if name.endswith(f"indexer.{part}"))
     assert_refused(put(layers, "hy_v4", 0, tensors | {name: tensors[name][:-1]}), "/weights/")
+
+
+@pytest.mark.parametrize(
+    "model",
+    ["squeezebert", "swinv2", "deberta-v2", "diffllama", "qwen3_next", "deepseek_v3", "xlnet", "codegen", "hrm_text", "gemma3_text"],
+)
+def test_a_number_that_is_not_finite_is_refused_at_its_place_in_the_tensor_sent(layers: httpx.Client, model: str) -> None:
+    """Conversions cut, turn, roll and compute weights. A tensor that is not refused is no part of the layer."""
+    made = put(layers, model, 0).json()["fingerprint"]
+    tensors = tensors_of(MODELS[model]["cases"][0])
+    refused = []
+    for name, tensor in tensors.items():
+        place = tuple(length - 1 for length in tensor.shape)
+        spoiled = tensor.copy()
+        spoiled[place] = np.nan
+        answer = put(layers, model, 0, {**tensors, name: spoiled})
+        if answer.is_success:
+            assert answer.json()["fingerprint"] == made
+        else:
+            assert_refused(answer, pointer(["weights", name, *place]))
+            assert answer.json()["errors"][0]["at"] == pointer([name, *place])
+            refused.append(name)
+
+    assert len(refused) >= 2
+
+
+def test_a_number_that_the_config_makes_infinite_is_refused_with_its_tensor(layers: httpx.Client) -> None:
+    """All numbers sent are finite; a factor of the config makes one of them infinite."""
+    name = "layers.0.self_attn.v_proj.weight"
+    tensors = tensors_of(MODELS["mimo_v2_flash"]["cases"][0])
+    tensors[name][11, 19] = 3e38
+
+    refused = put(layers, "mimo_v2_flash", 0, tensors, attention_value_scale=2.0)
+
+    assert_refused(refused, pointer(["weights", name]))
+    assert refused.json()["errors"] == [{"at": f"/{name}", "expected": "a finite float32, for value.weight/11/19", "got": "inf"}]
 
 
 def test_every_family_has_a_case() -> None:
@@ -377,7 +413,7 @@ def test_latents_on_which_config_and_tensors_disagree_are_refused(
         ("vitdet", {"window_block_indices": [0, 1]}, "/weights/encoder.layer.1.attention.rel_pos_h"),
         ("vitdet", {"use_relative_position_embeddings": False}, "/weights/"),
         ("sam_vision_model", {"use_rel_pos": False}, "/weights/"),
-        ("beit", {"use_relative_position_bias": True}, "/weights/"),
+        ("beit", {"use_relative_position_bias": True}, "/weights"),
         ("beit_tables", {"use_relative_position_bias": False}, "/weights/"),
         ("beit_tables", {"use_shared_relative_position_bias": True}, "/config/use_shared_relative_position_bias"),
         ("beit_tables", {"image_size": [8, 12]}, "/config/image_size"),

@@ -53,7 +53,7 @@ class LayerTensors:
         kind = role.rpartition(".")[2]
         source = next((x for x in (role, f"qkv.{kind}", f"kv.{kind}", f"up.{kind}", f"down.{kind}") if self.has(x)), None)
         if source is None:  # a tensor of another layer, or computed from several
-            return InvalidRequest.where(pointer(["weights", role]), expected, "another")
+            return InvalidRequest.where("/weights", f"{expected}, for {role}", "another")
         return InvalidRequest.where(pointer(["weights", self.names[source]]), expected, f"shape {list(self.arrays[source].shape)}")
 
     def number(self, name: str) -> int | None:

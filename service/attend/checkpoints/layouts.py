@@ -113,8 +113,9 @@ LENS = partial(
     ignored={"mask": 2, "IGNORE": 0, "rotary_cos": 2},
 )
 
+OWN = Layout("attend", {role: role for role in AXES}, convert, optional=ATTEND_OPTIONAL)
 LAYOUTS: tuple[Layout, ...] = (
-    Layout("attend", {role: role for role in AXES}, convert, optional=ATTEND_OPTIONAL),
+    OWN,
     Layout("d2l", four_names("q k v o", "W_{}.weight", "W_{}.bias"), convert, optional=(ALL_BIASES,)),
     Layout("d2l", four_names("q k v o", "W_{}.kernel", "W_{}.bias"), KERNELS, optional=(ALL_BIASES,)),
     Layout("d2l", four_names("q k v o", "W_{}.vars.0", "W_{}.vars.1"), KERNELS, optional=(ALL_BIASES,), ignored=SEED_STATE),

@@ -74,6 +74,13 @@ class ModelLayer:
             raise InvalidRequest.where("/weights", f"{expected} in {match.prefix}, as share_att_key has it", "others")
         return replace(match, names={**match.names, **shared})
 
+    def read(self, match: Match, tensors: Mapping[str, Array], spec: Mapping[str, Any]) -> tuple[Fields, Weights]:
+        """`read_model_layer` for the tensors that `find` found."""
+        for name, value in spec.items():
+            if name in self.fields and value != self.fields[name]:
+                raise InvalidRequest.where(f"/spec/{name}", f"{json.dumps(self.fields[name])}, as the config has it", json.dumps(value))
+        return read_match(match, tensors, {**spec, **self.fields}, self.conversion)
+
     def tensors(self, names: Iterable[str]) -> list[str]:
         """The names of all tensors that the layer needs or that stand below its name."""
         names = list(names)
@@ -161,7 +168,4 @@ def read_model_layer(
     `spec` may add fields that the config does not determine, such as dtype. Raises InvalidRequest, naming the field or tensor.
     """
     described = describe(fields, layer, part)
-    for name, value in (spec or {}).items():
-        if name in described.fields and value != described.fields[name]:
-            raise InvalidRequest.where(f"/spec/{name}", f"{json.dumps(described.fields[name])}, as the config has it", json.dumps(value))
-    return read_match(described.find(tensors), tensors, {**(spec or {}), **described.fields}, described.conversion)
+    return described.read(described.find(tensors), tensors, spec or {})

@@ -19,7 +19,7 @@ from attend.checkpoints.config import brief
 from attend.checkpoints.configured_conversions import as_configured
 from attend.checkpoints.detection import Match, listed, normalised, refusal_of_weights, select
 from attend.checkpoints.layout import AXES, Converted, Fields, LayerTensors, Layout, Weights
-from attend.checkpoints.layouts import ROPE
+from attend.checkpoints.layouts import OWN, ROPE
 from attend.errors import InvalidRequest, pointer
 from attend.spec import LayerSpec
 from attend.spec_parts import PROJECTIONS
@@ -47,10 +47,14 @@ def read_layer(
     Raises InvalidRequest: an unknown layout, none or several that match, none or several layers below the prefix, tensors that are missing,
     unknown, or of a wrong shape or dtype, a spec that contradicts the tensors or lacks a field.
     """
-    given = dict(spec or {})
-    if given.get("projections") is False and layout in (None, "attend"):
-        return _without_projections(tensors, prefix, given)
-    return read_match(select(tensors, layout, prefix), tensors, given)
+    return read_match(find_layer(tensors, layout, prefix, given := dict(spec or {})), tensors, given)
+
+
+def find_layer(tensors: Mapping[str, Array], layout: str | None, prefix: str, given: Mapping[str, Any]) -> Match:
+    """The layer that `read_layer` reads. Raises InvalidRequest."""
+    if given.get("projections") is False and layout in (None, OWN.name):
+        return _without_projections(tensors, prefix)
+    return select(tensors, layout, prefix)
 
 
 def read_match(match: Match, tensors: Mapping[str, Array], given: Fields, conversion: Fields | None = None) -> tuple[Fields, Weights]:
@@ -58,6 +62,9 @@ def read_match(match: Match, tensors: Mapping[str, Array], given: Fields, conver
 
     `conversion`: what a model's config says about the conversion; `given` then has all fields. Without it, the layout gives defaults.
     """
+    if match.layout is OWN and given.get("projections") is False:
+        weights = {role: tensors[name] for role, name in match.names.items()}
+        return given if "dtype" in given or not weights else {**given, "dtype": _dtype(weights, match.names)}, weights
     if problems := list(_incomplete_groups(match)) or list(_unknown_tensors(match, tensors)):
         raise refusal_of_weights(problems)
     arrays = {role: tensors[name] for role, name in match.names.items()}
@@ -142,18 +149,16 @@ def _dtype(arrays: Mapping[str, Array], names: Mapping[str, str]) -> str:
     return kinds.pop() if len(kinds) == 1 else "float64" if "float64" in kinds else "float32"
 
 
-def _without_projections(tensors: Mapping[str, Array], prefix: str, given: Fields) -> tuple[Fields, Weights]:
+def _without_projections(tensors: Mapping[str, Array], prefix: str) -> Match:
     """A layer of layout `attend` without projections. It can only have weights that are not applied to inputs."""
-    start = f"{normalised(prefix).rstrip('.')}." if prefix.strip("./") else ""
+    root = prefix.rstrip("./")
+    start = f"{normalised(root)}." if root else ""
     names = {normalised(name).removeprefix(start): name for name in tensors if normalised(name).startswith(start)}
     if unknown := [name for plain, name in names.items() if plain not in WITHOUT_INPUTS]:
         raise refusal_of_weights(
             [(name, f"none but {', '.join(WITHOUT_INPUTS)}, since nothing is projected", f'"{name}"') for name in unknown]
         )
-    weights = {plain: tensors[name] for plain, name in names.items()}
-    if "dtype" not in given and weights:
-        given["dtype"] = _dtype(weights, names)
-    return given, weights
+    return Match(OWN, normalised(root), root, names, identified=True)
 
 
 def _infer_spec(converted: Converted, tensors: LayerTensors, dtype: str, flags: list[str]) -> Fields:

@@ -10,9 +10,11 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from attend.attention.operators import OPERATORS
-from attend.checkpoints import read_layer, read_model_layer
-from attend.checkpoints.reader import FLAGS, UNSEEN
-from attend.errors import InvalidRequest, TooLarge, Translate, translating
+from attend.checkpoints.detection import Match
+from attend.checkpoints.model import describe
+from attend.checkpoints.reader import FLAGS, UNSEEN, find_layer, read_match
+from attend.errors import InvalidRequest, Problem, TooLarge, Translate, pointer, translating
+from attend.serving.casting import cast
 from attend.serving.layers.registry import LoadedLayer
 from attend.spec import LayerSpec
 from attend.spec_parts import Part
@@ -51,7 +53,8 @@ class ParsedLayer(NamedTuple):
     weights: Mapping[str, Array] | None
     assumed: Mapping[str, Any] = MappingProxyType({})  # fields of the spec that neither tensors nor caller gave
     origin: str | None = None  # where the weights are from, if that is known
-    translate: Translate | None = None  # a problem of spec or weights as one of the body
+    translate: Translate | None = None  # a problem of spec or tensors as one of the body
+    in_tensors: Translate | None = None  # a problem of the weights as one of the tensors that they were made from; reads all numbers
 
 
 def read_layer_file(body: bytes, source: CheckpointQuery) -> ParsedLayer:
@@ -67,9 +70,7 @@ def _read_file(tensors: Mapping[str, Array], metadata: Mapping[str, str], source
     if SPEC not in metadata:
         given = _object(source.spec or "{}", "/spec")
         if CONFIG in metadata:
-            fields, weights = _read_by_config(tensors, metadata, source, given)
-            origin = f"layer {metadata[LAYER]} of a model, by its config.json"
-            return ParsedLayer(spec_of_given_weights(validate(LayerSpec, fields, "/spec")), weights, origin=origin)
+            return _read_by_config(tensors, metadata, source, given)
         return read_checkpoint(tensors, source, given)
     for name in ("layout", "prefix", "spec"):
         if (given := getattr(source, name)) and (name, given) != ("layout", "attend"):
@@ -80,10 +81,33 @@ def _read_file(tensors: Mapping[str, Array], metadata: Mapping[str, str], source
 
 def read_checkpoint(tensors: Mapping[str, Array], source: CheckpointQuery, given: Mapping[str, Any]) -> ParsedLayer:
     """The layer of these tensors by the names of any framework. `given`: fields of its spec. Raises InvalidRequest."""
-    fields, weights = read_layer(tensors, layout=source.layout, prefix=source.prefix or "", spec=given)
+    match = find_layer(tensors, source.layout, source.prefix or "", given)
+    fields, weights = read_match(match, tensors, dict(given))
+    layer = _converted(match, tensors, fields, weights)
+    unseen = [name for name in UNSEEN if layer.spec.projections and name not in fields]
+    return layer._replace(assumed=assumed_fields(layer.spec, given, unseen))
+
+
+def _converted(match: Match, tensors: Mapping[str, Array], fields: Mapping[str, Any], weights: Mapping[str, Array]) -> ParsedLayer:
+    """The layer of these fields and weights, which were made from the tensors of the match."""
     spec = spec_of_given_weights(validate(LayerSpec, fields, "/spec"))
-    unseen = [name for name in UNSEEN if spec.projections and name not in fields]
-    return ParsedLayer(spec, weights, assumed_fields(spec, given, unseen))
+    own = {name: tensors[name] for name in match.names.values()}
+    return ParsedLayer(spec, weights, in_tensors=partial(_in_tensors, names=match.names, tensors=own, dtype=spec.dtype))
+
+
+def _in_tensors(problem: Problem, names: Mapping[str, str], tensors: Mapping[str, Array], dtype: str) -> Problem:
+    """A problem of a canonical weight as one of the tensors that it was made from: the first number of these that is not finite in `dtype`.
+
+    If all of them are finite, the conversion made another number or none; the problem is then that of a whole tensor, or of all weights.
+    """
+    for name, array in tensors.items():
+        try:
+            cast(pointer(["weights", name]).removeprefix("/"), array, dtype)
+        except InvalidRequest as refusal:
+            return refusal.problems[0]
+    weight = problem.at.removeprefix("/weights/")
+    sent = names.get(weight.partition("/")[0])
+    return Problem("/weights" if sent is None else pointer(["weights", sent]), f"{problem.expected}, for {weight}", problem.got)
 
 
 def assumed_fields(spec: LayerSpec, given: Mapping[str, Any], unseen: Iterable[str]) -> dict[str, Any]:
@@ -104,8 +128,8 @@ def assumed_fields(spec: LayerSpec, given: Mapping[str, Any], unseen: Iterable[s
 
 def _read_by_config(
     tensors: Mapping[str, Array], metadata: Mapping[str, str], source: CheckpointQuery, spec: Mapping[str, Any]
-) -> tuple[dict[str, Any], dict[str, Array]]:
-    """Fields and weights of the layer that the metadata name, as the model's config.json describes it. Raises InvalidRequest."""
+) -> ParsedLayer:
+    """The layer that the metadata name, as the model's config.json describes it. Raises InvalidRequest."""
     for name in ("layout", "prefix"):
         if getattr(source, name):
             raise InvalidRequest.where("", f"no query parameter {name}, since the file has its model's config in the metadata", "one")
@@ -113,7 +137,10 @@ def _read_by_config(
     if not (number.isascii() and number.isdigit() and len(number) < 9):
         raise InvalidRequest.where("/layer", "the number of a layer, which config requires", number[:60])
     config = _object(metadata[CONFIG], "/config", nonfinite=True)  # some models have Infinity there
-    return read_model_layer(tensors, config, int(number), metadata.get(PART), spec)
+    described = describe(config, int(number), metadata.get(PART))
+    match = described.find(tensors)
+    layer = _converted(match, tensors, *described.read(match, tensors, spec))
+    return layer._replace(origin=f"layer {metadata[LAYER]} of a model, by its config.json")
 
 
 def read_stored(body: bytes) -> tuple[ParsedLayer, str]:

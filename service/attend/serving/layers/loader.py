@@ -13,7 +13,17 @@ from typing import Any, NamedTuple, TypeVar
 
 import structlog
 
-from attend.errors import AttendError, DeadlinePassed, InvalidRequest, LayerConflict, NotReady, RequestError, TooLarge, translating
+from attend.errors import (
+    AttendError,
+    DeadlinePassed,
+    InvalidRequest,
+    LayerConflict,
+    NotReady,
+    RequestError,
+    TooLarge,
+    Translate,
+    translating,
+)
 from attend.serving.layers.files import ParsedLayer, require_storable, require_storable_spec
 from attend.serving.layers.registry import LayerRegistry, LoadedLayer, UnloadedLayer
 from attend.serving.layers.store import SUFFIX, UNLOADED, Claim, LayerFile, LayerStore, storage_faults
@@ -91,7 +101,7 @@ class LayerLoader:
             with translating(parsed.translate):
                 self.registry.check_size(name, parsed.spec)
                 require_storable_spec(parsed.spec, self.largest)
-                layer = await self._make(name, parsed.spec, parsed.weights, parsed.origin)
+                layer = await self._make(name, parsed.spec, parsed.weights, parsed.origin, parsed.in_tensors)
                 await self._run_in_thread(require_storable, layer, self.largest)
             async with self._changing:
                 limit.reschedule(None)
@@ -330,9 +340,16 @@ class LayerLoader:
         """Run `work`, which reads or changes only names of files, in the thread of the folder."""
         return await asyncio.get_running_loop().run_in_executor(self._folder_thread, work, *args)
 
-    async def _make(self, name: str, spec: LayerSpec, weights: Mapping[str, Array] | None, origin: str | None = None) -> LoadedLayer:
+    async def _make(
+        self,
+        name: str,
+        spec: LayerSpec,
+        weights: Mapping[str, Array] | None,
+        origin: str | None = None,
+        in_tensors: Translate | None = None,
+    ) -> LoadedLayer:
         self.registry.check_size(name, spec)
-        layer = await self._run_in_thread(self.registry.make, name, spec, weights, origin)
+        layer = await self._run_in_thread(self.registry.make, name, spec, weights, origin, in_tensors)
         await self.probe.warm(layer, self.registry.limits)
         return layer
 

@@ -12,7 +12,18 @@ from attend.attention.layer import MultiHeadAttention
 from attend.attention.program import formulas
 from attend.checkpoints.detection import natural
 from attend.checkpoints.reader import biases_of
-from attend.errors import InvalidRequest, LayerConflict, LayerNotFound, LayerUnloaded, Problem, TooLarge, did_you_mean, pointer
+from attend.errors import (
+    InvalidRequest,
+    LayerConflict,
+    LayerNotFound,
+    LayerUnloaded,
+    Problem,
+    TooLarge,
+    Translate,
+    did_you_mean,
+    pointer,
+    translating,
+)
 from attend.fingerprint import fingerprint
 from attend.limits import ServingLimits
 from attend.serving.casting import at_cache_line, cast, numpy_of
@@ -145,13 +156,22 @@ class LayerRegistry:
         if spec.widest > limits.max_layer_width:  # without projections, a layer of any width has no parameters
             raise TooLarge.where("/spec", f"widths of at most {limits.max_layer_width} (max_layer_width)", str(spec.widest))
 
-    def make(self, name: str, spec: LayerSpec, weights: Mapping[str, Array] | None = None, origin: str | None = None) -> LoadedLayer:
-        """A layer with these weights, by default drawn as the spec says. Raises InvalidRequest if they do not fit the spec."""
+    def make(
+        self,
+        name: str,
+        spec: LayerSpec,
+        weights: Mapping[str, Array] | None = None,
+        origin: str | None = None,
+        in_tensors: Translate | None = None,
+    ) -> LoadedLayer:
+        """A layer with these weights, by default drawn as the spec says. Raises InvalidRequest if they do not fit the spec, translated by
+        `in_tensors`."""
         if weights is None:
             tensors = {key: at_cache_line(cast(key, array, spec.dtype)) for key, array in draw_weights(spec).items()}
         else:
-            # copies, which torch aligns: a view would keep the whole body in memory
-            tensors = {key: tensor.clone() for key, tensor in _cast_weights(spec, weights).items()}
+            with translating(in_tensors):
+                tensors = _cast_weights(spec, weights)
+            tensors = {key: tensor.clone() for key, tensor in tensors.items()}  # aligned; a view would keep the whole body in memory
         arrays = {key: numpy_of(tensor) for key, tensor in tensors.items()}
         moved = {key: tensor.to(self.device) for key, tensor in tensors.items()}
         attention = MultiHeadAttention(spec, moved, self.device)
