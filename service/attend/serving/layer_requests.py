@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from attend.attention.call import Result
-from attend.checkpoints.detection import complementary_match, find_matches
+from attend.checkpoints.detection import complementary_match, find_matches, refusal_of_weights
 from attend.checkpoints.families import COMPOSITES, FAMILIES
 from attend.checkpoints.model import SECTIONS
 from attend.errors import InvalidRequest, translating
@@ -130,6 +130,8 @@ def _decode_layer(request: Request, source: CheckpointQuery, limits: WireLimits)
         if getattr(source, name) is not None:
             raise InvalidRequest.where("", f"a body of type {SAFETENSORS} with the query parameter {name}", JSON)
     if checkpoint:
+        if others := {name: value for name, value in members["weights"].items() if not isinstance(value, np.ndarray)}:
+            raise refusal_of_weights([(name, "a tensor", describe_value(value)) for name, value in others.items()])
         spec = {name: value for name, value in members["spec"].items() if value is not None or name != "dtype"}
         with translating(partial(in_places, places={"layout": None, "prefix": None})):
             return read_checkpoint(members["weights"], source, {"dtype": "float32", **spec})  # numbers in text have no dtype
@@ -147,8 +149,6 @@ def _is_checkpoint(members: dict[str, Any]) -> bool:
     """Whether the weights of a PUT have names of another framework, such as W_q, if only beside canonical ones."""
     spec, weights = members.get("spec"), members.get("weights")
     if len(members) != 2 or not isinstance(spec, dict) or not isinstance(weights, dict):
-        return False
-    if not all(isinstance(array, np.ndarray) for array in weights.values()):
         return False
     matches = find_matches(weights)
     ours = next((match for match in matches if match.layout.name == "attend" and not match.stem), None)

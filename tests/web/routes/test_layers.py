@@ -378,6 +378,11 @@ def test_weights_in_json_have_the_names_of_any_framework(http: httpx.Client, cas
     [
         (in_json({f"W_{letter}": drawn(6) for letter in "qkv"}, num_heads=2), {}, "/weights/W_o"),
         (in_json({f"W_{letter}": drawn(6) for letter in "qkvo"}), {}, "/spec/num_heads"),
+        (
+            {"spec": {"num_heads": 2}, "weights": {f"W_{letter}": None if letter == "k" else [[1.0]] for letter in "qkvo"}},
+            {},
+            "/weights/W_k",
+        ),
         (in_json({f"W_{letter}": drawn(6) for letter in "qkvo"}, num_heads=2, bias=True), {}, "/spec/bias"),
         (in_json({f"W_{letter}": drawn(6) for letter in "qkvo"}, num_heads=2, d_modle=6), {}, "/spec/d_modle"),
         (in_json({f"W_{letter}": drawn(6) for letter in "qkvo"}, num_heads=2, dtype=""), {}, "/spec/dtype"),
