@@ -225,3 +225,70 @@ def test_a_configuration_that_validates_its_fields_gets_those_of_its_types() -> 
     assert compare(OfValidated).agrees
     report = compare(type("Wrong", (OfValidated,), {"visible": lambda self, distance: distance >= -1}))
     assert "each query see the next key" in str(report.first)
+
+
+class Off(nn.Module):
+    """Options that are off by default."""
+
+    further = 0  # keys that are seen
+
+    def __init__(self, hidden_size: int, num_heads: int, causal: bool = False, sliding_window: int | None = None) -> None:
+        super().__init__()
+        self.heads, self.causal, self.window = num_heads, causal, sliding_window
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(hidden_size, hidden_size) for _ in range(4))
+
+    def blocked(self, distance: Tensor) -> Tensor:
+        of_window = (
+            torch.zeros_like(distance, dtype=torch.bool) if self.window is None else distance.abs() > self.window // 2 + self.further
+        )
+        return of_window | (distance < -self.further) if self.causal else of_window
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        q, k, v = (p(hidden_states).unflatten(2, (self.heads, -1)).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
+        rows = torch.arange(q.shape[2])
+        scores = (q @ k.mT / q.shape[3] ** 0.5).masked_fill(self.blocked(rows[:, None] - rows), -torch.inf)
+        output: Tensor = self.o_proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+        return output
+
+
+def test_options_of_a_constructor_that_are_off_are_turned_on() -> None:
+    report = compare(Off)
+    assert report.agrees and report.is_complete, report
+    assert {"sliding_window=5", "causal=True"} <= {x.case for x in report.results if x.agrees}
+    wrong = compare(type("Further", (Off,), {"further": 1}))
+    assert {x.case for x in wrong.results if x.agrees is False} >= {"no mask, causal=True"}
+    assert wrong.first and wrong.first.mistakes
+
+
+def test_an_option_whose_numbers_have_no_name_is_untried() -> None:
+    def blocked(self: Off, distance: Tensor) -> Tensor:
+        return distance < 0 if self.causal else (distance % 2 == 1) & (self.window is not None)
+
+    report = compare(type("Odd", (Off,), {"blocked": blocked}))
+    assert report.agrees and [x.case for x in report.results if x.untried and not x.impossible] == ["sliding_window=5"], report
+
+
+class Partial(nn.Module):
+    """RoPE on half of each head."""
+
+    def __init__(self, hidden_size: int, num_heads: int, rotary_emb_base: float = 10000.0) -> None:
+        super().__init__()
+        self.heads, self.head_dim, self.base = num_heads, hidden_size // num_heads, rotary_emb_base
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(hidden_size, hidden_size) for _ in range(4))
+
+    def exponents(self, dims: int) -> Tensor:
+        return torch.arange(0, dims, 2) / dims
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        q, k, v = (p(hidden_states).unflatten(2, (self.heads, -1)).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
+        dims = self.head_dim // 2
+        angles = torch.outer(torch.arange(q.shape[2]).float(), self.base ** -self.exponents(dims)).repeat(1, 2)
+        q, k = (torch.cat((x[..., :dims] * angles.cos() + rotate_half(x[..., :dims]) * angles.sin(), x[..., dims:]), -1) for x in (q, k))
+        output: Tensor = self.o_proj(((q @ k.mT / self.head_dim**0.5).softmax(-1) @ v).transpose(1, 2).flatten(2))
+        return output
+
+
+def test_frequencies_of_rope_are_told_in_heads_that_have_several() -> None:
+    assert any("RoPE on halves of 0.5 of each head with theta 10000" in found for found in compare(Partial).found)
+    wrong = type("OfTheHead", (Partial,), {"exponents": lambda self, dims: torch.arange(0, dims, 2) / self.head_dim})
+    assert not compare(wrong).agrees

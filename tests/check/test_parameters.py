@@ -89,6 +89,17 @@ def test_a_parameter_that_is_ignored_in_long_calls_is_found():
     assert wrong == ["193 keys, window_size=(2, 1)", "193 keys, is_causal=True with window_size=(2, 1)"], f"\n{comparison}"
 
 
+def test_a_window_with_an_end_on_one_side_is_tried():
+    def attend(q, k, v, window_size=(-1, -1)):
+        left, right = window_size
+        if min(left, right) < 0 <= max(left, right):  # -1 is taken for a number of keys
+            window_size = (max(left, 0), max(right, 0))
+        return attention()(q, k, v, window_size=window_size)
+
+    comparison = compare(attend, framework="torch", longest=7)
+    assert [x.case for x in comparison.results if x.agrees is False] == ["window_size=(2, -1)", "window_size=(-1, 1)"], f"\n{comparison}"
+
+
 def test_a_number_that_is_too_small_to_block_large_logits_is_found():
     def attend(q, k, v, attn_mask=None):
         scores = q @ k.mT * q.shape[-1] ** -0.5

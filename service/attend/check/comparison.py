@@ -13,7 +13,7 @@ from attend.check.adapter import CallFailed
 from attend.check.alternatives import alternatives, raises, unexplained, with_fewest_mistakes
 from attend.check.calls import Calls, CaseResult, ComparedCase, Failure, call, call_on
 from attend.check.candidate import Candidate
-from attend.check.convention import make_convention
+from attend.check.convention import Convention, make_convention
 from attend.check.digits import has_digits_of_float32
 from attend.check.disagreements import UNEXPLAINED, disagreement, explained, first_of
 from attend.check.explanation import Explanation
@@ -30,6 +30,7 @@ from attend.check.signatures import with_signature
 from attend.check.sizes import in_other_sizes
 from attend.check.tried import Tried, try_conventions
 from attend.check.unnamed import with_weights
+from attend.check.windows import with_window
 from attend.spec import LayerSpec
 
 CHANGING = "a second call with the same inputs returns other numbers: dropout is active, or a call leaves something behind for the next one"
@@ -56,7 +57,7 @@ def compare(
     convention = with_signature(loaded, make_convention(options))
     given, is_causal = layer_of(spec, takes_heads=convention.like is not None)
     first, *others = try_conventions(loaded, given, convention, seed, is_causal=is_causal)
-    look = partial(_compare, loaded, seed=seed, longest=longest, backward=backward)
+    look = partial(_compare, loaded, has_spec=given is not None, seed=seed, longest=longest, backward=backward)
     comparison = look(first)
     if len(comparison.disagreements) > (not unexplained(comparison)):
         others += alternatives(loaded, first, comparison, seed)
@@ -70,7 +71,7 @@ def compare(
     return with_weights(loaded, first, comparison, seed, longest)
 
 
-def _compare(loaded: Any, tried: Tried, *, seed: int, longest: int, backward: bool) -> Comparison:
+def _compare(loaded: Any, tried: Tried, *, has_spec: bool, seed: int, longest: int, backward: bool) -> Comparison:
     """The comparison of a candidate with the layer that it was tried as."""
     prepared = prepare(loaded, tried.spec, tried.convention, seed)
     in_others = partial(in_other_sizes, loaded, tried.spec, tried.convention, prepared, seed)
@@ -79,16 +80,22 @@ def _compare(loaded: Any, tried: Tried, *, seed: int, longest: int, backward: bo
         in_another = (
             _call_in(in_others(), seed) if called.agree and isinstance(loaded, type) and is_known_in_others(prepared.spec) else None
         )
-        extent = Extent(seed, longest, backward, in_another)
+        constructor = loaded if isinstance(loaded, type) and not has_spec else None
+        extent = Extent(seed, longest, partial(_prepare, loaded, tried.spec, seed), backward, in_another, constructor)
         disagreements = [x for look in LOOKS if (x := look(called, extent)) is not None][:1] if called.agree else []
         if any(map(has_digits_of_float32, filter(None, (called, in_another)))):
             convention = replace(tried.convention, dtype="float32")
             tried = replace(tried, convention=convention, found=(*tried.found, "its numbers have the digits of float32"))
-            return _compare(loaded, tried, seed=seed, longest=longest, backward=backward)
+            return _compare(loaded, tried, has_spec=has_spec, seed=seed, longest=longest, backward=backward)
         if not called.agree:
             disagreements = [*_wrong(called, in_others, seed, longest)]
     rounding = "" if disagreements else _rounding(called.compared)
     return replace(_compared(called), found=tried.found, disagreements=tuple(disagreements), rounding=rounding)
+
+
+def _prepare(loaded: Any, spec: LayerSpec | None, seed: int, convention: Convention) -> Candidate:
+    """The candidate by another convention, and the layer with its window."""
+    return prepare(loaded, None if spec is None else with_window(spec, convention), convention, seed)
 
 
 def _call_in(other: Candidate | None, seed: int) -> Calls | None:

@@ -28,7 +28,7 @@ NAMES = by_name(
         "head_dim": "head_dim d_k d_q d_kv d_head dim_head head_size kv_channels query_pre_attn_scalar",
         "length": "context_length block_size n_ctx ctx_len n_positions max_position_embeddings",
         "dropout": "p p_drop",
-        "theta": "rope_theta theta rope_base",
+        "theta": "rope_theta theta rope_base rotary_base rotary_emb_base rope_freq_base emb_base base",
         "original_max_position": "original_max_position original_max_position_embeddings original_max_pos old_context_len",
         "query_rank": "q_lora_rank",
         "key_value_rank": "kv_lora_rank",
@@ -136,7 +136,7 @@ def constructor_arguments(signature: inspect.Signature, convention: Convention, 
         if (is_required and CONFIGURATION.fullmatch(name.lower())) or (annotated and parameter.default in (None, parameter.empty)):
             given[name] = _configuration(annotated, sizes)
         elif meaning in sizes:
-            has_default = parameter.default is not None or meaning == "num_kv_heads"  # None is as many as heads: groups would not show
+            has_default = parameter.default is not None or meaning in ("num_kv_heads", "window")  # None hides groups and windows
             if is_required or (has_default and not (meaning == "dropout" and evaluates)):
                 given[name] = sizes[meaning]
         elif is_required and name in OTHERS:

@@ -65,6 +65,11 @@ def _with_t5_biases(spec: LayerSpec, bias: RelativeBias) -> Iterator[tuple[str, 
                 yield f"T5's biases of {keys}{scaled}", LayerSpec.model_validate(spec.model_dump(exclude_unset=True) | fields)
 
 
+def turns_few(spec: LayerSpec) -> bool:
+    """Whether RoPE turns so few numbers of a head that it has one frequency."""
+    return spec.rope is not None and (spec.rope.dims or spec.head_dim) < 4
+
+
 def most_common_of_each_kind(positions: Sequence[LayerSpec]) -> list[LayerSpec]:
     """The first layer with ALiBi, with RoPE on halves, and with RoPE on pairs."""
     first: dict[bool | None, LayerSpec] = {}

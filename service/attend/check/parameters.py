@@ -83,6 +83,8 @@ def draw_parameter_cases(
                 yield _packed(draw, f"{setting.words} with packed sequences and other lengths of keys", more, aligned)
     for together in together_in_sets(settings):
         yield draw.case(together.words, "plain", queries, **together.of_case)
+    for setting in _other_windows(draw, names):
+        yield draw.case(setting.words, "plain", queries, **setting.of_case)
     if aligned is not None and "key" in draw.inputs and not draw.one_length:
         yield from _windows(draw, settings, aligned)
     if decodes and draw.causal and mask_of.get("padding") in ("mask", "padding") and "padding" not in draw.masks_alone:
@@ -175,9 +177,20 @@ def draw_settings(draw: Draw, names: Mapping[str, str]) -> Iterator[Setting]:
     if "page_table" in names:
         yield Setting(names["page_table"], {"page_table": True})
     if "window" in names:
-        window = Window(left=2, right=0 if draw.causal else 1)
-        sides = (window.left, window.right)
-        yield Setting(f"{names['window']}={sides}", {"window": sides}, {"window": window})
+        yield _window(names["window"], 2, 0 if draw.causal else 1)
+
+
+def _window(name: str, left: int | None, right: int | None) -> Setting:
+    """A window of so many keys before and after the query's own; None for all."""
+    sides = (-1 if left is None else left, -1 if right is None else right)
+    return Setting(f"{name}={sides}", {"window": sides}, {"window": Window(left=left, right=right)})
+
+
+def _other_windows(draw: Draw, names: Mapping[str, str]) -> Iterator[Setting]:
+    """Windows that have an end on one side alone, or none after the query's own key."""
+    if "window" in names:
+        for left, right in ((2, None), *(() if draw.causal else ((None, 1), (2, 0), (0, 2)))):
+            yield _window(names["window"], left, right)
 
 
 def _masks_beside(draw: Draw, names: Mapping[str, str], mask_of: Mapping[CaseKind, str], mask: Array) -> Iterator[CheckCase]:

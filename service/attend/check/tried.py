@@ -1,12 +1,14 @@
 """Finds by calls what names and options of a candidate leave open, and says so."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from attend.check.convention import OF_MASKS, Convention
+from attend.check.families import turns_few
 from attend.check.mask_meaning import meanings_of_mask
 from attend.check.positions import offset, one_length, positions_of
 from attend.check.readings import read_by_calls
@@ -15,6 +17,8 @@ from attend.check.signatures import FUNCTIONS
 from attend.check.trial import Trial
 from attend.check.windows import window_in_words
 from attend.spec import LayerSpec
+
+WIDER = 4  # times as wide heads show its frequencies
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,13 @@ def try_conventions(candidate: Any, spec: LayerSpec | None, convention: Conventi
             words += [window_in_words(read)] if read.window else []
         if positions is not None:
             name, spec = positions
+            if (
+                turns_few(spec)
+                and isinstance(candidate, type)
+                and (wide := convention.tried(d_model=WIDER * convention.d_model)) != convention
+            ):
+                with suppress(Exception):  # a class may take some sizes alone
+                    return try_conventions(candidate, None, wide, seed, is_causal=is_causal)
             words, trial = [*words, f"it has {name}"], Trial(candidate, spec, seed)
         tried = [Tried(read, tuple(words), spec)]
         for role in OF_MASKS:

@@ -23,12 +23,19 @@ ON_EACH_SIDE = (KEYS - 1, KEYS - 1)  # with the own key, as causality leaves the
 
 def with_and_without_window(candidate: Any, prepared: Candidate, convention: Convention) -> list[Convention]:
     """The convention with each window and without one, first as the parameter's default has it; alone if there is no parameter."""
-    parameters = [*_constructed_by(candidate, convention), *_sizes_in(prepared.adapter)]
+    parameters = [*sizes_constructed(candidate, convention), *_sizes_in(prepared.adapter)]
     if not parameters or any(side is not None for interval in prepared.spec.intervals for side in interval):
         return [convention]
     default = parameters[0].default
     without, windows = replace(convention, window=None), [replace(convention, window=window) for window in WINDOWS]
     return [*windows, without] if type(default) is int and default > 1 else [without, *windows]
+
+
+def sizes_constructed(candidate: Any, convention: Convention) -> Iterator[inspect.Parameter]:
+    """The parameter of the constructor of a class that is the size of its window."""
+    if isinstance(candidate, type):
+        parameters = inspect.signature(candidate).parameters
+        yield from (x for name, x in parameters.items() if name not in convention.construct and _is_size(x))
 
 
 def passing_window(adapter: Adapter, spec: LayerSpec | None) -> Adapter:
@@ -64,13 +71,6 @@ def window_in_words(convention: Convention) -> str:
     """What is said of a window that was found by calls."""
     around = ", as many before as after the own" if convention.window and convention.window[1] is not None else ""
     return f"it has a window of {KEYS} keys{around}, if it is constructed or called with this size"
-
-
-def _constructed_by(candidate: Any, convention: Convention) -> Iterator[inspect.Parameter]:
-    """The parameter of the constructor of a class that is the size of its window."""
-    if isinstance(candidate, type):
-        parameters = inspect.signature(candidate).parameters
-        yield from (x for name, x in parameters.items() if name not in convention.construct and _is_size(x))
 
 
 def _sizes_in(adapter: Adapter) -> Iterator[inspect.Parameter]:
