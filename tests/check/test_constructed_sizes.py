@@ -292,3 +292,27 @@ def test_frequencies_of_rope_are_told_in_heads_that_have_several() -> None:
     assert any("RoPE on halves of 0.5 of each head with theta 10000" in found for found in compare(Partial).found)
     wrong = type("OfTheHead", (Partial,), {"exponents": lambda self, dims: torch.arange(0, dims, 2) / self.head_dim})
     assert not compare(wrong).agrees
+
+
+class OneKeyHead(nn.Module):
+    """One matrix for queries, keys and values, of which the keys and the values have one head."""
+
+    def __init__(self, hidden_size: int, num_heads: int) -> None:
+        super().__init__()
+        self.heads, self.head_dim = num_heads, hidden_size // num_heads
+        self.query_key_value = nn.Linear(hidden_size, hidden_size + 2 * self.head_dim)
+        self.dense = nn.Linear(hidden_size, hidden_size)
+
+    def forward(self, hidden_states: Tensor, memory_key_padding_mask: Tensor | None = None) -> Tensor:
+        heads = self.query_key_value(hidden_states).unflatten(2, (-1, self.head_dim)).transpose(1, 2)
+        q, k, v = heads.split((self.heads, 1, 1), dim=1)
+        scores = q @ k.mT / self.head_dim**0.5
+        if memory_key_padding_mask is not None:
+            scores = scores.masked_fill(memory_key_padding_mask[:, None, None], -torch.inf)
+        output: Tensor = self.dense((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+        return output
+
+
+def test_the_rows_of_one_matrix_tell_how_many_heads_of_keys_there_are() -> None:
+    report = compare(OneKeyHead)
+    assert report.agrees and report.spec and report.spec.num_kv_heads == 1 and "memory_key_padding_mask" in report.tried, report

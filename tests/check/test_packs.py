@@ -114,6 +114,17 @@ def test_a_sequence_without_queries_has_keys_that_no_other_sees():
     assert wrong == ["packed sequences, one without queries"], f"\n{comparison}"
 
 
+def test_rows_of_packed_sequences_are_the_first_axis():
+    def attend(q, k, v, cu_seqlens_q, cu_seqlens_k):  # [n, h, d]; the first row of each sequence is taken for one of the sequence before
+        own, others = (np.searchsorted(x, np.arange(len(rows))) for x, rows in ((cu_seqlens_q, q), (cu_seqlens_k, k)))
+        scores = np.einsum("qhd,khd->hqk", q, k) / q.shape[-1] ** 0.5
+        weights = np.exp(np.where(own[:, None] == others, scores, -np.inf))
+        return np.einsum("hqk,khd->qhd", weights / weights.sum(-1, keepdims=True), v)
+
+    report = compare(attend, framework="numpy", longest=7)
+    assert not report.agrees and any("its axes are [b,n,h,d]" in found for found in report.found), report
+
+
 def test_packed_sequences_are_looked_at_in_long_calls():
     """A later sequence whose keys after the first 64 are read from the wrong place."""
 

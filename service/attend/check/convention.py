@@ -175,7 +175,7 @@ CALL = {  # role of a parameter of the call -> its usual names, in lower case
     "key": "key keys k x_k xk inputs_k input_k key_states context memory encoder_hidden_states key_value_states kv x_kv xa",
     "value": "value values v x_v xv inputs_v input_v value_states",
     "mask": "mask attn_mask attention_mask attend_mask block_mask src_mask attn_bias",
-    "padding": "key_padding_mask padding_mask pad_mask key_mask context_mask",
+    "padding": "key_padding_mask padding_mask pad_mask key_mask context_mask memory_key_padding_mask src_key_padding_mask",
     "lengths": "valid_lens valid_len valid_lengths valid_length lengths lens seq_lens seq_lengths kv_lens kv_lengths",
     "segments": "segments segment_ids segment_id document_ids document_id doc_ids sequence_ids seq_ids",
     "boundaries": "cu_seqlens cu_seq_lens cu_seqlens_q",

@@ -195,6 +195,8 @@ def _axes_of(reading: Convention) -> int:
 
 def _axes(prepared: Candidate, convention: Convention) -> Iterator[Convention]:
     """The convention with the usual orders of the inputs' axes; and what a mask may mean that has to be passed."""
+    if prepared.adapter.heads_given and {"key", "boundaries"} <= prepared.adapter.roles.keys():  # as in FlashAttention's varlen functions
+        yield convention.tried(layout="b,n,h,d", batched=False)
     yield convention
     for role in OF_MASKS:
         if role in prepared.adapter.required:

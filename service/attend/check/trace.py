@@ -247,7 +247,8 @@ class _Recorded(np.ndarray):
             self.kept_in = getattr(other, "kept_in", None)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
-        result = getattr(ufunc, method)(*map(_plain, inputs), **{name: _plain(x) for name, x in kwargs.items()})
+        with np.errstate(all="ignore"):  # the same calls before have shown what NumPy warns of
+            result = getattr(ufunc, method)(*map(_plain, inputs), **{name: _plain(x) for name, x in kwargs.items()})
         out = kwargs.get("out")
         self._add(*(result if isinstance(result, tuple) else (result,)), by=f"{ufunc.__name__} {method}")
         return out[0] if out is not None and len(out) == 1 else self._again(result)

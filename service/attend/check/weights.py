@@ -173,11 +173,16 @@ def plain_spec(found: Mapping[str, Array], heads: int, eps: float, max_distance:
         raise ValueError("found no weight of query: pass weights={…}")
     packed = {"query": ("qkv", "in_proj"), "key": ("kv", "qkv", "in_proj"), "value": ("kv", "qkv", "in_proj"), "output": ()}
     bias = {role: not found.keys().isdisjoint(f"{name}.bias" for name in (role, *packed[role])) for role in PROJECTIONS}
-    rows = shapes["query"][0] if "query" in shapes else shapes["qkv" if "qkv" in shapes else "in_proj"][0] // 3
+    rows = shapes["query"][0] if "query" in shapes else shapes["qkv" if "qkv" in shapes else "in_proj"][0]
+    of_keys = 0
+    if "query" not in shapes:
+        rows, of_keys = _rows_of_packed(rows, shapes["output"][1] if "output" in shapes else 0)
     if rows % heads:
         raise ValueError(f"expected a number of heads that divides {rows}, got {heads}: pass num_heads=… or d_model=…")
     head_dim, fields = rows // heads, dict[str, Any]()
-    if {"key", "value"} <= shapes.keys() and shapes["key"][0] % head_dim == 0:
+    if of_keys not in (0, rows) and of_keys % head_dim == 0:
+        fields["num_kv_heads"] = of_keys // head_dim
+    elif {"key", "value"} <= shapes.keys() and shapes["key"][0] % head_dim == 0:
         fields["num_kv_heads"] = kv_heads = shapes["key"][0] // head_dim
         fields["value_head_dim"] = max(1, shapes["value"][0] // kv_heads)
     fields |= {field: True for field in FLAGS if WITH_WEIGHTS[field] in found}
@@ -188,6 +193,13 @@ def plain_spec(found: Mapping[str, Array], heads: int, eps: float, max_distance:
         fields["output_dim"] = heads * fields.get("value_head_dim", head_dim)
     widths = {f"{role}_dim": shapes[name][1] for role in ("key", "value") for name in ("kv", role) if name in shapes}
     return multi_head(d_model, heads, bias=bias, head_dim=head_dim, **widths, **fields)
+
+
+def _rows_of_packed(rows: int, heads_width: int) -> tuple[int, int]:
+    """The rows of queries, and of keys, of a matrix for queries, keys and values: as many as each other, or fewer of keys if the heads that
+    the output's matrix takes have another width."""
+    equal, of_keys = rows // 3, (rows - heads_width) // 2
+    return (heads_width, of_keys) if 0 < of_keys < heads_width else (equal, equal)
 
 
 def _norm_of_queries_and_keys(found: Mapping[str, Array], width: int, eps: float) -> dict[str, Any]:
