@@ -16,9 +16,10 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from attend.errors import did_you_mean
+from attend.errors import RequestError, did_you_mean
 from attend.limits import MIB, READY_SECONDS, BatchLimits, QueueLimits, ServingLimits, WireLimits
 from attend.spec import DType, Init, LayerSpec, MatmulPrecision
+from attend.wire.json.strict import parse_strictly
 from attend.wire.schemas.schema import LAYER_NAME
 
 PREFIX = "ATTEND_"
@@ -175,8 +176,8 @@ class Settings(BaseModel):
     @classmethod
     def _from_json(cls, layers: Any) -> Any:
         try:
-            return json.loads(layers) if isinstance(layers, str) else layers
-        except ValueError as error:
+            return parse_strictly(layers.encode(), "text") if isinstance(layers, str) else layers
+        except (RequestError, ValueError) as error:
             raise ValueError(f"expected JSON, such as {EXAMPLE}: {error}") from None
 
     @model_validator(mode="after")

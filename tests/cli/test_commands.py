@@ -218,6 +218,8 @@ def test_a_grpc_message_of_more_bytes_than_grpc_counts_is_refused_before_the_ser
     [
         ("{", "expected JSON"),
         ("[1]", "dictionary"),
+        ('{"a": {"d_model": 8, "num_heads": 2}, "a": {"d_model": 4, "num_heads": 2}}', 'got "a" twice'),
+        ('{"a": {"d_model": 8, "num_heads": 2, "d_model": 4}}', 'got "d_model" twice'),
         ('{"bad name": {"d_model": 8, "num_heads": 2}}', "bad name"),
         ('{"a": {"d_model": 8, "num_heads": 2, "nonsense": 3}}', "layers.a.nonsense"),
         ('{"a": {"d_model": 8, "num_heads": 3}}', "layers.a"),
