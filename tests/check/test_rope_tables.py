@@ -118,3 +118,16 @@ def test_of_a_given_layer_without_rope_the_angles_are_0():
 def test_their_frequencies_are_those_of_a_given_layer():
     spec = LayerSpec(d_model=30, num_heads=3, rope={"theta": 7.0, "dims": 10, "scaling": {"type": "linear", "factor": 3}})
     assert compare(Llama, spec=spec, rope_tables="b,n,d", longest=7).is_complete
+
+
+class Optional(Llama):
+    """As in transformers: None by default, and not to be left out."""
+
+    def forward(self, hidden_states, position_embeddings=None):
+        cos, sin = position_embeddings
+        return super().forward(hidden_states, (cos, sin))
+
+
+def test_optional_ones_are_passed_if_it_raises_without_them():
+    report = compare(Optional, longest=7)
+    assert report.is_complete and "position_embeddings" in report.tried, report

@@ -55,6 +55,7 @@ OTHERS: dict[str, Any] = {  # names in configurations and required parameters th
     "max_batch_size": 4, "rope_scaling": None, "sliding_window": None, "attn_logit_softcapping": None,
     "_attn_implementation": "eager", "attention_type": "eager",
     "layer_norm_eps": 1e-5, "layer_norm_epsilon": 1e-5, "rms_norm_eps": 1e-6, "norm_eps": 1e-6, "seed": 0, "rng": None,
+    "initializer_range": 0.02, "chunk_size_feed_forward": 0,
 }  # fmt: skip
 USUAL = {"theta": 1e4, "buckets": 32, "max_distance": 128}  # what a configuration is asked for that the layer does not say
 CONFIGURATION = re.compile("(.*_)?(config|configuration|cfg|conf|args|params|hparams|opts?|options|hp)")

@@ -307,6 +307,11 @@ def _role_of(name: str, default: Any) -> str | None:
     return None if role in KNOWN_DEFAULTS and not KNOWN_DEFAULTS[role](default) else role
 
 
+def table_named(name: str) -> str | None:
+    """The role of a parameter with this name, if it takes tables of RoPE."""
+    return role if (role := _CALL.get(name.lower())) in ROPE_TABLES else None
+
+
 def other_parameters(signature: inspect.Signature, roles: Mapping[str, str]) -> tuple[str, ...]:
     """The parameters that have a default and no role: no call passes them."""
     kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

@@ -11,7 +11,7 @@ from typing import get_args
 
 from attend.check.adapter import CallFailed
 from attend.check.candidate import Candidate
-from attend.check.convention import OF_MASKS, Ambiguous, Convention, Layout, mask_conventions
+from attend.check.convention import OF_MASKS, Ambiguous, Convention, Layout, mask_conventions, table_named
 from attend.check.requirements import NOR, with_requirements
 from attend.check.trial import Trial, changed_rows, perturbed
 from attend.check.weights import names_speak_for
@@ -110,22 +110,27 @@ def _readings(trial: Trial, convention: Convention) -> Iterator[Convention]:
                 if windowed.left_out:
                     yield from _axes(prepared, replace(windowed, residual=True))
                 if (other := _otherwise(trial, prepared, windowed)) is not None:
-                    yield from _axes(trial.prepare(other), other)
+                    for expanded in _expanded(trial, other):
+                        if isinstance(expanded, Convention):
+                            yield from _axes(trial.prepare(expanded), expanded)
     if not fits:
         first, *_ = refused
         raise first
 
 
 def _otherwise(trial: Trial, prepared: Candidate, reading: Convention) -> Convention | None:
-    """The convention with pages, or without keys and values of their own, if the candidate can be called so and raises as it is."""
+    """The convention with pages, with optional tables of RoPE, or without keys and values of their own, if the candidate can be called so
+    and raises as it is."""
     adapter = prepared.adapter
+    tables = {name: role for name in adapter.others if (role := table_named(name)) is not None}
     optional = {name: "unused" for role, name in adapter.roles.items() if role in ("key", "value") and role not in adapter.required}
     try:
         trial.output(prepared, trial.first_case(prepared))
     except CallFailed:
         if "page_table" in adapter.roles:
             return reading.tried(paged=True)
-        return reading.tried(arguments={**reading.arguments, **optional}) if optional else None
+        arguments = tables or optional
+        return reading.tried(arguments={**reading.arguments, **arguments}) if arguments else None
     return None
 
 
