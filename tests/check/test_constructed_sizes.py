@@ -316,3 +316,30 @@ class OneKeyHead(nn.Module):
 def test_the_rows_of_one_matrix_tell_how_many_heads_of_keys_there_are() -> None:
     report = compare(OneKeyHead)
     assert report.agrees and report.spec and report.spec.num_kv_heads == 1 and "memory_key_padding_mask" in report.tried, report
+
+
+class Fixed(Sliding):
+    """Causal, with RoPE, a softcap, and the scale of heads of 32 numbers in all widths."""
+
+    def __init__(self, hidden_size: int, num_attention_heads: int, num_key_value_heads: int) -> None:
+        super().__init__(hidden_size, num_attention_heads, num_key_value_heads, 9999)
+        self.logit_cap = 3.0
+
+    def scored(self, scores: Tensor) -> Tensor:
+        scores = scores * (self.head_dim / 32) ** 0.5
+        return self.logit_cap * torch.tanh(scores / self.logit_cap)
+
+
+def test_a_scale_of_heads_of_one_width_is_no_mistake_and_other_widths_are_not_tried() -> None:
+    report = compare(Fixed)
+    assert report.agrees and report.widths == (32,) and "widths of heads" in report.untried, report
+    assert "it has a softcap of 3" in report.found and any("divided by 5.657" in x for x in report.found)
+
+
+def test_a_scale_of_no_width_and_a_softcap_that_is_left_out_are_mistakes() -> None:
+    report = compare(type("Scaled", (Fixed,), {"scored": lambda self, x: Fixed.scored(self, x * 1.7)}))
+    assert report.first and "besides their scale" not in str(report.first) and "the scores are divided by 3.328" in str(report.first), (
+        report
+    )
+    report = compare(type("Uncapped", (Fixed,), {"scored": lambda self, x: x}))
+    assert report.first and report.first.mistakes == ("the softcap is left out",), report

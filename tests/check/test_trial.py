@@ -349,6 +349,36 @@ def test_right_classes_agree_without_options_and_what_was_left_out_is_not_tried(
     assert list(comparison.parameters) == untried
 
 
+class MaskOfMemory(Named):
+    """Blocks keys of a memory by the mask of its name alone, and those of its own input by the other."""
+
+    def forward(self, x, attn_mask=None, memory=None, memory_attn_mask=None):
+        blocked = attn_mask if memory is None else memory_attn_mask
+        q, k, v = self.heads(x) if memory is None else (self.heads(x)[0], *self.heads(memory)[1:])
+        return self.final(merge(scaled_dot_product_attention(q, k, v, None if blocked is None else ~blocked)))
+
+
+def test_the_mask_of_a_memory_takes_the_place_of_the_other_where_that_blocks_no_key():
+    comparison = compare(MaskOfMemory, longest=7)
+    assert comparison.is_complete and {"attn_mask", "memory_attn_mask"} <= {*comparison.tried}, f"\n{comparison}"
+    assert "true in memory_attn_mask [q,k] means blocked" in comparison.conventions
+
+    class OfBoth(MaskOfMemory):
+        def forward(self, x, attn_mask=None, memory=None, memory_attn_mask=None):
+            return super().forward(x, attn_mask, memory, attn_mask)
+
+    assert compare(OfBoth, longest=7).parameters == ("memory_attn_mask",)
+
+
+class WithoutMaskAlone(MaskOfMemory):
+    def forward(self, x, attn_mask=None, memory=None, memory_attn_mask=None):
+        return super().forward(x, None, memory, memory_attn_mask)
+
+
+def test_a_mask_without_memory_that_blocks_nothing_is_not_tried():
+    assert compare(WithoutMaskAlone, longest=7).parameters == ("attn_mask",)
+
+
 def test_gradients_of_a_class_with_a_residual_are_those_of_its_attention():
     assert compare(NormLast, longest=7, dtype="float64", backward=True).agrees
 

@@ -5,10 +5,14 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from attend.check.calls import call
 from attend.check.disagreements import UNEXPLAINED, divergence_of
 from attend.check.families import most_common_of_each_kind, with_positions
+from attend.check.fitting import width_of_scale
+from attend.check.lengths import resized
 from attend.check.preparation import prepare
 from attend.check.report import Comparison
+from attend.check.requirements import USUAL_HEADS
 from attend.check.tried import Tried
 from attend.check.windows import window_in_words, with_and_without_window
 
@@ -44,6 +48,21 @@ def alternatives(loaded: Any, tried: Tried, comparison: Comparison, seed: int) -
                 steps.setdefault(_steps_in(loaded, other, seed), other)
         most, usual = steps[max(steps)], most_common_of_each_kind([other.spec for other in others if other.spec])
         yield from (most,) if most is not tried else (other for other in others if other.spec in usual)
+
+
+def in_wide_heads(loaded: Any, tried: Tried, comparison: Comparison, seed: int) -> Iterator[Tried]:
+    """A candidate that has the scale of heads of one width in all, with heads of this width, if that is all that is wrong."""
+    if len(comparison.disagreements) != 1 or (made := comparison.disagreements[0].explanation.made) is None:
+        return
+    prepared = prepare(loaded, tried.spec, tried.convention, seed)
+    with prepared.evaluating():
+        right = call(prepared, next(iter(prepared.draw_cases(seed, {"short"})))).right
+    if (width := width_of_scale(made, right)) is not None:
+        spec, heads = tried.spec, prepared.spec.num_heads
+        spec = resized(spec, heads, prepared.spec.num_kv_heads, width) if spec else None
+        convention = tried.convention.tried(d_model=width * (tried.convention.num_heads or USUAL_HEADS))
+        found = f"its scores are divided by {width**0.5:.4g}, as those of heads of {width} numbers are, which it gets"
+        yield replace(tried, convention=convention, spec=spec, found=(*tried.found, found))
 
 
 def with_fewest_mistakes(loaded: Any, compared: Sequence[tuple[Comparison, Tried]], seed: int) -> tuple[Comparison, Tried]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from attend.check.adapter import CallFailed
-from attend.check.alternatives import alternatives, raises, unexplained, with_fewest_mistakes
+from attend.check.alternatives import alternatives, in_wide_heads, raises, unexplained, with_fewest_mistakes
 from attend.check.calls import Calls, CaseResult, ComparedCase, Failure, call, call_on
 from attend.check.candidate import Candidate
 from attend.check.convention import Convention, make_convention
@@ -67,6 +67,10 @@ def compare(
                 if not raises(another := look(other)) or raises(comparison):  # it can be called as the first
                     compared.append((another, other))
         comparison, first = with_fewest_mistakes(loaded, compared, seed)
+    for other in in_wide_heads(loaded, first, comparison, seed) if given is None else ():
+        with suppress(ValueError):
+            if (another := look(other)).agrees:
+                comparison, first = another, other
     comparison = replace(comparison, layer=sizes_in_words(spec, given) if isinstance(spec, str) and given else "")
     return with_weights(loaded, first, comparison, seed, longest)
 

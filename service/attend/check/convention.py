@@ -301,6 +301,13 @@ def find_roles(signature: inspect.Signature, arguments: Mapping[str, str]) -> di
     return roles
 
 
+def mask_of_memory(roles: Mapping[str, str], others: Sequence[str]) -> str | None:
+    """The parameter, among `others`, that may take the place of the mask where optional keys are passed, as in BERT: its name begins as
+    that of the keys, as `encoder_attention_mask` beside `encoder_hidden_states`."""
+    word = roles.get("key", "").partition("_")[0]
+    return next((name for name in others if "mask" in roles and name in {f"{word}_{mask}" for mask in CALL["mask"].split()}), None)
+
+
 def _role_of(name: str, default: Any) -> str | None:
     """The role of a parameter with this name and default; None if they do not say."""
     role = _CALL.get(name)

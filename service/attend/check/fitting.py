@@ -49,6 +49,16 @@ def ratio_of_scales(factor: float, expected: float, dtype: str) -> tuple[str, Mi
     return name, Mistake(change_scale(lambda c: ratio * c.scale), attention(f"{ratio:.4g} · Q Kᵀ{{scale}}"), attention())
 
 
+def width_of_scale(made: Mistake | None, right: Computation) -> int | None:
+    """The width of heads, a multiple of 8, whose usual scale the scores have with this mistake; None if it is none, or the right one."""
+    with suppress(ValueError, IndexError):
+        scale = right.scale if made is None else made.change(right).scale
+        width = 8 * round(scale**-2 / 8) if scale > SMALLEST else 0
+        if width and math.isclose(scale, width**-0.5, rel_tol=1e-6) and not math.isclose(scale, right.scale, rel_tol=1e-6):
+            return width
+    return None
+
+
 def _about(dtype: str) -> str:
     """What is said before a factor that is fitted to numbers in half precision."""
     return "about " if dtype in HALF else ""

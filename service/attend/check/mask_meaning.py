@@ -12,7 +12,7 @@ import numpy as np
 
 from attend.check.adapter import CallFailed
 from attend.check.cases import CaseKind, CheckCase
-from attend.check.convention import Convention, mask_conventions, mask_polarity
+from attend.check.convention import Convention, mask_conventions, mask_of_memory, mask_polarity
 from attend.check.trial import Trial, changed_rows, perturbed
 
 MEANS = {"attend": "means attend", "block": "means blocked", "add": "is added to the scores"}
@@ -33,6 +33,8 @@ def meanings_of_mask(trial: Trial, role: str, convention: Convention) -> list[tu
     agreeing = next((x for x in (*readings, *alone) if _agrees(trial, x, role)), None)
     hiding = None if agreeing else next((x for x in readings if _hides(trial, x, role)), None)
     first = agreeing or hiding
+    if first is None and role == "mask" and (other := mask_of_memory(adapter.roles, adapter.others)) is not None:
+        return meanings_of_mask(trial, role, replace(convention, arguments={**convention.arguments, name: "unused", other: "mask"}))
     taken = [first] if first else []
     if not agreeing:
         taken += [x for x in readings if _accepts(trial, x, role)] or [convention]

@@ -86,7 +86,7 @@ def _add_weights(
         if adapter.convention.rope_tables is None:
             raise Ambiguous(f"the axes of {' and '.join(names)}; pass rope_tables=…", "rope_tables", get_args(RopeTables))
         spec = spec if is_given else with_rope(spec)
-    spec = spec if is_given else _with_softcap(with_window(spec, adapter.convention), adapter)
+    spec = spec if is_given else _with_softcap(with_window(spec, adapter.convention), adapter, module)
     weights = complete_weights(found, spec, adapter.convention)
     _check_lengths(spec)
     adapter = replace(adapter, heads=spec.num_heads, kv_heads=spec.num_kv_heads)
@@ -95,12 +95,12 @@ def _add_weights(
     return Candidate(adapter, spec, weights, module)
 
 
-def _with_softcap(spec: LayerSpec, adapter: Adapter) -> LayerSpec:
-    """The layer with the softcap that calls have by default."""
-    default = adapter.signature.parameters[adapter.roles["softcap"]].default if "softcap" in adapter.roles else None
-    if not isinstance(default, int | float) or not default > 0:
-        return spec
-    return LayerSpec.model_validate(spec.model_dump(exclude_unset=True) | {"softcap": default})
+def _with_softcap(spec: LayerSpec, adapter: Adapter, module: Any) -> LayerSpec:
+    """The layer with the softcap that calls have by default, or that a module has as an attribute of one of its usual names."""
+    values = [getattr(module, name, None) for name in CALL["softcap"].split()]
+    values += [adapter.signature.parameters[adapter.roles["softcap"]].default] if "softcap" in adapter.roles else []
+    default = next((x for x in reversed(values) if type(x) in (int, float) and x > 0), None)
+    return spec if default is None else LayerSpec.model_validate(spec.model_dump(exclude_unset=True) | {"softcap": default})
 
 
 def _without(module: Any, names: Sequence[str]) -> tuple[Any, tuple[str, ...]]:

@@ -32,7 +32,7 @@ class Tried:
     def with_mask(self, role: str, meaning: tuple[Convention, str]) -> "Tried":
         """The same with the conventions of this mask, and what was found about it."""
         convention, words = meaning
-        of_mask = {name: getattr(convention, name) for name in OF_MASKS[role]}
+        of_mask = {name: getattr(convention, name) for name in (*OF_MASKS[role], "arguments")}
         return replace(self, convention=replace(self.convention, **of_mask), found=(*self.found, words) if words else self.found)
 
 
@@ -53,6 +53,7 @@ def try_conventions(candidate: Any, spec: LayerSpec | None, convention: Conventi
         if spec is None:
             found = trial.prepare(read).spec  # what it has by the names of its weights
             words += [f"it has {operator.summary(found)}" for operator in found.operators if operator.axes]
+            words += [f"it has a softcap of {found.softcap:g}"] if found.softcap else []
             words += [window_in_words(read)] if read.window else []
         if positions is not None:
             name, spec = positions

@@ -29,8 +29,7 @@ def _compare(called: Calls, sweep: Sweep) -> Disagreement | None:
     agreeing = [result for result in results if result.agrees is not False and result.skipped is None]
     if wrong and not agreeing and wrong[0].right.case.group == "widths":  # a function may be made for one width, with its scale
         width = called.prepared.spec.head_dim
-        reason = f"since its numbers are those of heads of {width} alone, as with a fixed scale"
-        called.results.append(CaseResult(sweep.name, skipped=reason, untried=True))
+        called.results.append(of_one_width(sweep.name, width))
         results, wrong, called.widths = [], [], {width}
     called.add_together(sweep.name, agreeing)
     called.results += [result for result in results if result.agrees is False]
@@ -41,6 +40,12 @@ def _compare(called: Calls, sweep: Sweep) -> Disagreement | None:
             name = names[0] if len(names) == 1 else f"{len(names)} of the {sweep.name} ({names[0]} to {names[-1]})"
             called.results.append(replace(alike[0], case=name))
     return _disagreement(called, sweep, wrong, [result.case for result in agreeing]) if wrong else None
+
+
+def of_one_width(name: str, width: int) -> CaseResult:
+    """What came of other widths of heads than the one that a candidate has the scale of."""
+    reason = f"since its numbers are those of heads of {width} alone, as with a fixed scale"
+    return CaseResult(name, skipped=reason, untried=True)
 
 
 def _disagreement(called: Calls, sweep: Sweep, compared: Sequence[ComparedCase], right: Sequence[str]) -> Disagreement:
