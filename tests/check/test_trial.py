@@ -496,6 +496,37 @@ def test_no_mistake_counts_as_a_convention(name):
     assert not comparison.agrees and hint in comparison.first.hint, f"\n{comparison}"
 
 
+class KeepsMask(Named):
+    """Makes the bias of the first mask of each shape, and adds it to the scores of later calls, too."""
+
+    def __init__(self, d_model, num_heads):
+        super().__init__(d_model, num_heads)
+        self.biases = {}
+
+    def forward(self, x, padding_mask=None):
+        bias = None
+        if padding_mask is not None:
+            bias = self.biases.setdefault(x.shape, torch.zeros(x.shape[:2]).masked_fill(padding_mask, -torch.inf)[:, None, None])
+        return self.final(merge(scaled_dot_product_attention(*self.heads(x), bias)))
+
+
+KEPT = {}
+
+
+def with_kept_mask(q, k, v, mask=None):
+    kept = None if mask is None else KEPT.setdefault(mask.shape, mask)
+    return scaled_dot_product_attention(q, k, v, kept)
+
+
+@pytest.mark.parametrize("candidate", [KeepsMask, KeepsMask(12, 3), with_kept_mask], ids=["class", "instance", "function"])
+@pytest.mark.parametrize("options", [{}, {"padding_means": "block", "mask_means": "attend"}], ids=["found", "given"])
+def test_a_mask_that_is_kept_for_later_calls_is_named_and_not_taken_for_the_opposite(candidate, options):
+    comparison = compare(candidate, longest=7, **options)
+    assert not comparison.agrees and comparison.first.hint.startswith("after a call with a mask, other masks of its shape"), (
+        f"\n{comparison}"
+    )
+
+
 def test_of_several_meanings_of_a_mask_the_one_with_fewest_mistakes_is_told():
     comparison = compare(BlocksBesideReshape, longest=7)
     assert len(comparison.disagreements) == 1 and "true in mask [q,k] means blocked" in comparison.conventions, f"\n{comparison}"

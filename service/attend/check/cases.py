@@ -206,9 +206,9 @@ class Draw:
         mask[:, :, self.queries : self.queries + 1] = False
         return mask
 
-    def padding(self) -> Array:
-        """The keys that are not padded, of items of two lengths: [b, 1, k]."""
-        lengths = self.queries - 2 + np.arange(self.items("padding")) % 2
+    def padding(self, shorter: int = 0) -> Array:
+        """The keys that are not padded, of items of two lengths: [b, 1, k]; `shorter`: by how many keys."""
+        lengths = self.queries - 2 - shorter + np.arange(self.items("padding")) % 2
         return np.asarray(np.arange(self.queries) < lengths[:, None, None])
 
     def segments(self) -> Array:

@@ -13,7 +13,8 @@ from attend.check.adapter import CallFailed
 from attend.check.alternatives import alternatives, in_wide_heads, raises, unexplained, with_fewest_mistakes
 from attend.check.calls import Calls, CaseResult, ComparedCase, Failure, call, call_on
 from attend.check.candidate import Candidate
-from attend.check.convention import Convention, make_convention
+from attend.check.cases import lengths_for
+from attend.check.convention import OF_MASKS, Convention, make_convention
 from attend.check.digits import has_digits_of_float32
 from attend.check.disagreements import UNEXPLAINED, disagreement, explained, first_of
 from attend.check.explanation import Explanation
@@ -34,6 +35,7 @@ from attend.check.windows import with_window
 from attend.spec import LayerSpec
 
 CHANGING = "a second call with the same inputs returns other numbers: dropout is active, or a call leaves something behind for the next one"
+KEEPING = "after a call with a mask, other masks of its shape change nothing: it keeps the first one"
 MASK_ALONE = "since masks take its place, as in transformers, where they contain it; if they do, pass mask_replaces_causality=true"
 OTHER_PAGES: dict[str, tuple[Any, str]] = {  # what is passed otherwise -> what is said if all is right then
     "unused": (1.0, "rows of pages that no item has change the output: it is right if they are 1, and not if they are NaN"),
@@ -117,7 +119,7 @@ def _wrong(called: Calls, in_others: Callable[[], Candidate | None], seed: int, 
         first = next(x for x in called.compared if x.wrong is not None)
         yield replace(disagreement(first, Explanation()), hint=hint)
         return
-    if (changing := _changing(called.prepared, called.compared)) is not None:
+    if (changing := _keeping(called.prepared, called.compared, seed) or _changing(called.prepared, called.compared)) is not None:
         yield changing
     else:
         yield from (_with_cases(x, called.compared) for x in explained(called.prepared, _evidence(called.compared), in_others, seed))
@@ -192,6 +194,23 @@ def _changing(prepared: Candidate, compared: Sequence[ComparedCase]) -> Disagree
         pairs = (replace(one, got=np.nan_to_num(one.got), expected=np.nan_to_num(two.got)) for one, two in compared_twice)  # NaN repeats
         if any(pair.error > pair.tolerance for pair in pairs):
             return replace(disagreement(first, Explanation()), hint=CHANGING)
+    return None
+
+
+def _keeping(prepared: Candidate, compared: Sequence[ComparedCase], seed: int) -> Disagreement | None:
+    """The first disagreement, if an opposite mask changes no number after a call of that shape, whose numbers are those of its own mask."""
+    first, convention = next((x for x in compared if x.wrong is not None and x.has_shapes), None), prepared.adapter.convention
+    if first is None or prepared.adapter.mask_role(kind := first.right.case.kind) not in OF_MASKS:
+        return None
+    new = lengths_for(prepared.spec, batched=convention.batched, tile=convention.tile, larger=True)
+    case = next((x for x in prepared.draw_cases(seed, {"short"}, new) if x.kind == kind), None)
+    with suppress(CallFailed):
+        if case is not None:
+            one, two = (call(prepared, x) for x in (case, replace(case, mask=~case.mask)))
+            own = (replace(one.right, case=case.seeing(mask=mask)).run() for mask in (case.mask, ~case.mask))  # whatever true in it means
+            is_own = any(x.agrees("output", one.outputs[0].got) for x in own)
+            if is_own and replace(two.outputs[0], expected=one.outputs[0].got).error <= one.outputs[0].tolerance:
+                return replace(disagreement(first, Explanation()), hint=KEEPING)
     return None
 
 
