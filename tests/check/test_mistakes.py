@@ -23,6 +23,16 @@ def reshape_merge(self, x):
     return x.reshape(x.shape[0], x.shape[2], -1)
 
 
+def keep_scores(self, scores, mask):
+    self.before = scores
+    return scores.masked_fill(~mask, -torch.inf)
+
+
+def weights_before(self, weights):
+    before = self.__dict__.pop("before", None)
+    return weights if before is None else before.softmax(-1)
+
+
 WRONG = {
     "no scale": ({"scale": lambda self, s: s}, "no mask", "not divided by sqrt(head_dim)"),
     "scale by d_model": ({"scale": lambda self, s: s / math.sqrt(self.d_model)}, "no mask", "sqrt(d_model)"),
@@ -34,6 +44,9 @@ WRONG = {
     "softmax over heads": ({"softmax": lambda self, s: s.softmax(1)}, "no mask", "over the heads"),
     "no maximum": ({"softmax": without_maximum}, "large logits", "exp overflows"),
     "scores returned": ({"softmax": lambda self, s: s.softmax(-1), "returned": lambda self, o, w: (o, w.log())}, "no mask", None),
+    "weights without the mask": ({"fill": keep_scores, "returned": lambda self, o, w: (o, weights_before(self, w))}, "mask",
+        "the weights that are returned are those without the mask"),
+    "other weights": ({"returned": lambda self, o, w: (o, w.square().sin())}, "no mask", "the weights returned beside it are not"),
     "keras order": ({"forward": lambda self, query, key, value: Wrong.forward(self, query, value, key)},
         "no mask", "key and value are exchanged"),
     "weights in one axis": ({"returned": lambda self, o, w: (o, w.flatten(0, 1))}, "no mask", "one axis"),
@@ -49,6 +62,7 @@ def test_mistakes_of_candidates_are_named(name):
     assert not comparison.agrees
     assert comparison.first.case == case, f"\n{comparison}"
     assert (hint or "no known mistake gives these numbers") in comparison.first.hint, f"\n{comparison}"
+    assert comparison.first.output == "output" or comparison.first.step is None
 
 
 @pytest.mark.parametrize(

@@ -172,9 +172,9 @@ def _evidence(compared: Sequence[ComparedCase]) -> Sequence[ComparedCase]:
 def _with_cases(found: Disagreement, compared: Sequence[ComparedCase]) -> Disagreement:
     """The disagreement; one that no mistake explains with the cases that are wrong, if others are right."""
     wrong, right = ([x.right.case.name for x in compared if (x.wrong is None) is agrees] for agrees in (False, True))
-    if found.hint != UNEXPLAINED or not right:
+    if not right or not (found.hint or "").startswith(UNEXPLAINED):
         return found
-    return replace(found, hint=f"{UNEXPLAINED}; wrong: {first_of(wrong)}; right: {first_of(right)}")
+    return replace(found, hint=f"{found.hint}; wrong: {first_of(wrong)}; right: {first_of(right)}")
 
 
 def _rounding(compared: Sequence[ComparedCase]) -> str:

@@ -99,6 +99,7 @@ class Computation:
     residual: bool = False
     factor: float = 1.0  # on the output
     returned: str = "attention_weights"  # which output is compared with the weights
+    returned_of: CheckCase | None = None  # and of which case, if it is another
     rounded: tuple[str, frozenset[str]] | None = None  # a dtype, and which numbers are rounded to it
     other_scale: float | None = None  # in place of the layer's factor on the scores
     known: Known = field(default_factory=Known)  # of the computation without mistakes
@@ -223,7 +224,8 @@ class Computation:
 
     def _outputs(self, result: ComparedOutputs) -> dict[str, Array]:
         """The results that a candidate is compared with."""
-        weights = getattr(result, self.returned)
+        of = result if self.returned_of is None else replace(self, case=self.returned_of, known=Known())._attend()
+        weights = getattr(of, self.returned)
         return {
             "output": self.factor * (result.output + self.case.query if self.residual else result.output),
             "attention_weights": weights.mean(axis=1) if self.average_weights else weights,

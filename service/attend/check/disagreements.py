@@ -19,6 +19,7 @@ from attend.check.trace import Trace, recorded, source_folders
 
 NOT_FINITE = "no number is finite: a row may have no key that is not blocked, exp may overflow, or a number is divided by 0"
 UNEXPLAINED = "no known mistake gives these numbers"
+OF_WEIGHTS = "the output is right, and the weights returned beside it are not"
 IN_SWEEP = "all other kinds of calls agree"
 MOST_NAMES = 6  # of calls that a hint lists
 FURTHER_SEEDS = 3  # draws of further cases
@@ -107,6 +108,8 @@ def disagreement(compared: ComparedCase, explanation: Explanation, step: FirstWr
     index = tuple(map(int, far[0] if len(far) else np.unravel_index(errors.argmax(), errors.shape)))
     expected, got = (f"{x[index]:.{17 if compared.right.dtype == 'float64' else 9}g}" for x in (wrong.expected, wrong.got))
     unexplained = _words([wrong]) or (UNEXPLAINED if np.isfinite(wrong.got).any() else NOT_FINITE)
+    if wrong.name != "output":  # the steps, which the output shows, are right
+        unexplained, step = f"{unexplained}: {OF_WEIGHTS}", None
     return Disagreement(case, wrong.name, expected, got, index, str(explanation) or unexplained, explanation, step)
 
 

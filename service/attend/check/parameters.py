@@ -107,7 +107,7 @@ def draw_parameter_cases(
         if "padding" in mask_of:
             yield draw.case("weights not returned with padded keys", "padding", queries, draw.padding(), **of_case)
     if "padding" in mask_of:  # one of which the first mask of this shape is kept shows
-        padded = draw.case("other padded keys", "padding", queries, draw.padding(shorter=2), group="parameters")
+        padded = draw.case("other padded keys", "padding", queries, draw.padding(shorter=1), group="parameters")
         yield from [] if padded.reference(draw.spec, draw.weights).fully_masked_rows else [padded]
     if {"return_weights", "average"} <= names.keys():
         yield draw.case("averaged weights", "plain", queries, group="parameters", passed={"average": True})

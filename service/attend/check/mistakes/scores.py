@@ -107,5 +107,8 @@ MISTAKES: dict[str, Mistake] = {
     "the query is added to the output (a residual connection)": Mistake(
         lambda c: replace(c, residual=True), "x + attention(x)", "attention(x)"
     ),
+    "the weights that are returned are those without the mask": Mistake(
+        lambda c: replace(c, returned_of=c.case.seeing(mask=np.ones_like(c.case.mask))), "returns softmax(S)", "returns softmax(S + M)"
+    ),
     "the scores are returned and not the weights": Mistake(lambda c: replace(c, returned="scores"), "returns S", "returns softmax(S)"),
 }
