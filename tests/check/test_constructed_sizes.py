@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from attend import check
 from attend.check import Comparison
+from attend.check.constructor import Configuration
 from attend.spec import LayerSpec
 
 
@@ -343,3 +344,51 @@ def test_a_scale_of_no_width_and_a_softcap_that_is_left_out_are_mistakes() -> No
     )
     report = compare(type("Uncapped", (Fixed,), {"scored": lambda self, x: x}))
     assert report.first and report.first.mistakes == ("the softcap is left out",), report
+
+
+class Switched(Without):
+    """Reads what switches something on from its configuration, some of it where it is called."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config.hidden_size, config.num_attention_heads, config.num_key_value_heads)
+        self.window, self.config = config.get("sliding_window"), config
+
+    def visible(self, distance: Tensor) -> Tensor:
+        return (distance >= 0) & (distance < (9999 if self.window is None else self.window + self.further))
+
+
+def test_the_window_of_a_configuration_is_tried() -> None:
+    report = compare(Switched)
+    assert report.is_complete and "config.sliding_window=5" in [x.case for x in report.results], report
+    report = compare(type("Longer", (Switched,), {"further": 1}))
+    assert report.first and report.first.mistakes == ("the window has one key more",), report
+    report = compare(type("Bent", (Switched,), {"scored": lambda self, x: x if self.window is None else Bent.scored(self, x)}))
+    assert report.agrees and "config.sliding_window=5" in report.untried, report
+
+
+class Asking(Switched):
+    def forward(self, hidden_states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        turned = self.config.is_decoder or self.config.get("reversed", False)
+        return super().forward(-hidden_states if turned else hidden_states, cos, sin)
+
+
+class Masked(Without):
+    def __init__(self, hidden_size: int, num_attention_heads: int, masked: bool) -> None:
+        super().__init__(hidden_size, num_attention_heads, num_attention_heads)
+
+
+def test_flags_and_unknown_names_that_are_off_are_not_tried() -> None:
+    assert compare(Asking).parameters == ("config.is_decoder", "config.reversed")
+    assert compare(Masked).parameters == ("masked",)
+
+
+def test_a_configuration_has_sizes_and_known_values_by_key_attribute_or_default() -> None:
+    off = list[str]()
+    config = Configuration({"d_model": 12, "num_heads": 3}, "cfg", off)
+    assert config.get("model_width", 64) == config["n_embd"] == config.hidden_size == 12 and config.get("n_head") == 3
+    assert config.get("rope_scaling", 7) is None and config.get("layer_idx") == 0 and "sliding_window" in config
+    assert config.get("expert_count", 2) == getattr(config, "expert_count", 2) == 2 and config.get("expert_count") is None
+    with pytest.raises(KeyError):
+        config["expert_count"]
+    assert dict.fromkeys(off) == {"cfg.rope_scaling": None, "cfg.expert_count": None}
+    assert {*config.asked} == {"model_width", "n_embd", "hidden_size", "n_head"}

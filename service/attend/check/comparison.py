@@ -140,9 +140,10 @@ def _of_pages(called: Calls, seed: int, longest: int) -> str | None:
 def _compared(called: Calls) -> Comparison:
     """What was looked at, without the disagreements."""
     adapter = called.prepared.adapter
-    left = [name for name in (*adapter.roles.values(), *adapter.others) if name not in called.tried]
+    off = dict.fromkeys(adapter.convention.off)
+    left = [name for name in (*adapter.roles.values(), *adapter.others, *off) if name not in called.tried]
     inputs = {adapter.roles.get(role) for role in ("query", "key", "value", "module", *adapter.matrices)}
-    order = [*adapter.signature.parameters, *adapter.others]
+    order = [*adapter.signature.parameters, *adapter.others, *off]
     left_to_masks = adapter.convention.mask_replaces_causality and "mask_replaces_causality" not in adapter.convention.given
     more = [CaseResult(f"causality beside {adapter.roles['mask']}", skipped=MASK_ALONE, untried=True)] if left_to_masks else []
     return Comparison(

@@ -57,17 +57,21 @@ OTHERS: dict[str, Any] = {  # names in configurations and required parameters th
     "layer_norm_eps": 1e-5, "layer_norm_epsilon": 1e-5, "rms_norm_eps": 1e-6, "norm_eps": 1e-6, "seed": 0, "rng": None,
     "initializer_range": 0.02, "chunk_size_feed_forward": 0,
 }  # fmt: skip
+SWITCHES = frozenset(
+    ["is_decoder", "flash", "masked", "mask", "causal", "rope_scaling", "sliding_window", "attn_logit_softcapping"]
+)  # None or False above
 USUAL = {"theta": 1e4, "buckets": 32, "max_distance": 128}  # what a configuration is asked for that the layer does not say
 CONFIGURATION = re.compile("(.*_)?(config|configuration|cfg|conf|args|params|hparams|opts?|options|hp)")
 SIZES = ("d_model", "num_heads", "head_dim", "length", "num_kv_heads")  # what a name that says nothing may stand for
 
 
 class Configuration(dict[str, Any]):
-    """What a constructor asks a configuration for, by attribute or key. `asked` becomes the meanings of the sizes among them."""
+    """What a constructor asks a configuration for, by attribute or key. `asked` becomes the meanings of the sizes among them; to `off`
+    are added the names, after that of the parameter, of what is switched off or unknown."""
 
-    def __init__(self, sizes: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-        super().__init__(given)
-        self.sizes, self.asked = sizes, dict[str, str]()
+    def __init__(self, sizes: Mapping[str, Any], parameter: str, off: list[str]) -> None:
+        super().__init__()
+        self.sizes, self.asked, self.parameter, self.off = sizes, dict[str, str](), parameter, off
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -80,6 +84,8 @@ class Configuration(dict[str, Any]):
         if meaning is not None and meaning in self.sizes:
             self.asked[name] = meaning
             return self.sizes[meaning]
+        if (name in SWITCHES or name not in OTHERS) and not name.startswith("__"):
+            self.off.append(f"{self.parameter}.{name}")
         if name in OTHERS:
             return OTHERS[name]
         raise KeyError(name)
@@ -88,7 +94,9 @@ class Configuration(dict[str, Any]):
         return super().__contains__(name) or (isinstance(name, str) and (name in NAMES or name in OTHERS))
 
     def get(self, name: str, default: Any = None) -> Any:
-        return self[name] if name in self else default  # noqa: SIM401
+        with suppress(KeyError):
+            return self[name]
+        return default
 
 
 def meaning_of(name: str) -> str | None:
@@ -120,8 +128,11 @@ def sizes_of(spec: LayerSpec, length: int, *, evaluates: bool, batch_first: bool
     return sizes
 
 
-def constructor_arguments(signature: inspect.Signature, convention: Convention, spec: LayerSpec, *, evaluates: bool) -> dict[str, Any]:
-    """Arguments for a class: the sizes of the spec under its names for them, and batch first.
+def constructor_arguments(
+    signature: inspect.Signature, convention: Convention, spec: LayerSpec, off: list[str], *, evaluates: bool
+) -> dict[str, Any]:
+    """Arguments for a class: the sizes of the spec under its names for them, and batch first. The names of what is switched off are added
+    to `off`.
 
     A class with an evaluation mode keeps its own default of dropout, so that dropout that acts shows. Ambiguous: a required parameter of
     unknown name.
@@ -135,13 +146,14 @@ def constructor_arguments(signature: inspect.Signature, convention: Convention, 
         is_required = parameter.default is parameter.empty
         annotated = _dataclass_in(parameter.annotation)
         if (is_required and CONFIGURATION.fullmatch(name.lower())) or (annotated and parameter.default in (None, parameter.empty)):
-            given[name] = _configuration(annotated, sizes)
+            given[name] = _configuration(annotated, sizes, name, off)
         elif meaning in sizes:
             has_default = parameter.default is not None or meaning in ("num_kv_heads", "window")  # None hides groups and windows
             if is_required or (has_default and not (meaning == "dropout" and evaluates)):
                 given[name] = sizes[meaning]
         elif is_required and name in OTHERS:
             given[name] = OTHERS[name]
+            off += [name] if name in SWITCHES else []
         elif is_required and meaning == "window":  # of a layer without one
             given[name] = sizes["length"]
         elif is_required:
@@ -166,14 +178,16 @@ def _dataclass_in(annotation: Any) -> Any:
     return next((x for x in (annotation, *get_args(annotation)) if isinstance(x, type) and is_dataclass(x)), None)
 
 
-def _configuration(annotated: Any, sizes: Mapping[str, Any]) -> Any:
+def _configuration(annotated: Any, sizes: Mapping[str, Any], name: str, off: list[str]) -> Any:
     """An object with these sizes: of the annotated dataclass, if it can be made, or one that answers to all usual names."""
     if annotated is not None:
         values = dict(_values_of(fields(annotated), sizes))
         for without in (None, sizes["length"]):  # a class that validates its fields may have a window in all layers
             with suppress(Exception):  # it may require what is not known
-                return annotated(**{name: without if value is None else value for name, value in values.items()})
-    return Configuration(USUAL | dict(sizes), {})
+                made = annotated(**{name: without if value is None else value for name, value in values.items()})
+                off += [f"{name}.{x.name}" for x in fields(made) if meaning_of(x.name) == "window" and getattr(made, x.name) is None]
+                return made
+    return Configuration(USUAL | dict(sizes), name, off)
 
 
 def _values_of(fields_of: Iterable[Field[Any]], sizes: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -201,7 +215,8 @@ def constructed(cls: type, spec: LayerSpec | None, convention: Convention, seed:
     sizes = spec or multi_head(convention.d_model, heads, num_kv_heads=heads if heads % 2 or not groups else heads // 2, **window)
     torch = sys.modules.get("torch")
     makes_modules = torch is not None and issubclass(cls, torch.nn.Module)
-    arguments = constructor_arguments(inspect.signature(cls), convention, sizes, evaluates=makes_modules)
+    off = list[str]()
+    arguments = constructor_arguments(inspect.signature(cls), convention, sizes, off, evaluates=makes_modules)
     if torch is None or not makes_modules:
         made = _instance(cls, arguments)
     else:
@@ -215,7 +230,7 @@ def constructed(cls: type, spec: LayerSpec | None, convention: Convention, seed:
     if groups and spec is None and convention.num_heads is None and {"num_heads", "num_kv_heads"} <= meanings.keys():
         with suppress(Exception):  # it may take as many alone
             return constructed(cls, spec, replace(convention, d_model=2 * convention.d_model, num_heads=2 * heads), seed, groups)
-    return made, replace(convention, num_heads=convention.num_heads or meanings.get("num_heads"))
+    return made, replace(convention, num_heads=convention.num_heads or meanings.get("num_heads"), off=off)
 
 
 def _instance(cls: type, arguments: Mapping[str, Any]) -> Any:

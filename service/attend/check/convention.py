@@ -91,6 +91,7 @@ class Convention:
     paged: bool = False  # whether every call gets pages, although its table of pages is optional, by trial
     window: tuple[int, int | None] | None = None  # keys before and after the own one of a layer without a spec, by trial
     residual: bool = False  # whether the query is added to the output, by trial
+    off: Sequence[str] = ()  # what a class is constructed without, by the names of parameters and of what configurations are asked for
     one_length: bool = False  # whether it raises if there are more keys than queries, by trial
     tile: int = 1  # of whose rows all lengths are multiples, by trial
     given: frozenset[str] = frozenset()  # the options that are given, which no trial changes

@@ -1,4 +1,4 @@
-"""Parameters of a constructor that are off by default and change the layer: a window of keys, and causality."""
+"""Parameters of a constructor, and of its configuration, that are off by default and change the layer: a window of keys, and causality."""
 
 import inspect
 from collections.abc import Iterator
@@ -6,6 +6,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from attend.check.calls import Calls, CaseResult, call_on
+from attend.check.constructor import meaning_of
 from attend.check.convention import CALL, Convention
 from attend.check.disagreements import explained
 from attend.check.further.look import Extent
@@ -40,10 +41,12 @@ def _options(called: Calls, extent: Extent) -> Iterator[tuple[str, list[Conventi
     convention, spec = called.prepared.adapter.convention, called.prepared.spec
     if extent.constructor is None or any(side is not None for interval in spec.intervals for side in interval):
         return
-    for parameter in sizes_constructed(extent.constructor, convention):
-        if parameter.default is None and "window" not in convention.given:
-            windows = WINDOWS[:1] if convention.causal else (*WINDOWS[1:], ON_EACH_SIDE, *WINDOWS[:1])
-            yield f"{parameter.name}={KEYS}", [replace(convention, window=window) for window in windows]
+    of_parameters = [x.name for x in sizes_constructed(extent.constructor, convention) if x.default is None]
+    of_configurations = [name for name in dict.fromkeys(convention.off) if meaning_of(name.rpartition(".")[2]) == "window"]
+    called.tried |= dict.fromkeys(of_configurations)  # or untried, as cases say
+    for name in (*of_parameters, *of_configurations):
+        windows = WINDOWS[:1] if convention.causal else (*WINDOWS[1:], ON_EACH_SIDE, *WINDOWS[:1])
+        yield f"{name}={KEYS}", [replace(convention, window=window) for window in windows]
     parameters = inspect.signature(extent.constructor).parameters
     for name in CALL["causal"].split() if not convention.causal and "causal" not in convention.given else ():
         if name in parameters and parameters[name].default is False and name not in convention.construct:
