@@ -392,3 +392,51 @@ def test_a_configuration_has_sizes_and_known_values_by_key_attribute_or_default(
         config["expert_count"]
     assert dict.fromkeys(off) == {"cfg.rope_scaling": None, "cfg.expert_count": None}
     assert {*config.asked} == {"model_width", "n_embd", "hidden_size", "n_head"}
+
+
+class Shares(nn.Module):
+    """Causal, with RoPE whose table of each length is kept in the class."""
+
+    tables: dict[Any, tuple[Tensor, Tensor]]
+
+    def __init__(self, d_model: int, num_heads: int, rope_theta: float = 1e4) -> None:
+        super().__init__()
+        self.heads, self.theta = num_heads, rope_theta
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(d_model, d_model, bias=False) for _ in range(4))
+
+    def of(self, rows: int, width: int) -> Any:
+        return rows, width
+
+    def turned(self, x: Tensor) -> Tensor:
+        rows, width = x.shape[2:]
+        if (kept := self.of(rows, width)) not in self.tables:
+            angles = torch.outer(torch.arange(rows), self.theta ** -(torch.arange(0, width, 2) / width)).repeat(1, 2)
+            self.tables[kept] = angles.cos(), angles.sin()
+        cosines, sines = self.tables[kept]
+        return x * cosines + rotate_half(x) * sines
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (layer(x).unflatten(2, (self.heads, -1)).transpose(1, 2) for layer in (self.q_proj, self.k_proj, self.v_proj))
+        heads = nn.functional.scaled_dot_product_attention(self.turned(q), self.turned(k), v, is_causal=True)
+        output: Tensor = self.o_proj(heads.transpose(1, 2).flatten(2))
+        return output
+
+
+class KeepsValues(Shares):
+    """Keeps the weight of the values of the first module of each size."""
+
+    weights: dict[Any, Tensor]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.v_proj.weight.data = self.weights.setdefault(self.v_proj.weight.shape, self.v_proj.weight.data)
+        return super().forward(x)
+
+
+def test_what_modules_of_a_class_share_and_should_not_is_found() -> None:
+    right = {"tables": {}, "of": lambda self, rows, width: (rows, width, self.theta)}
+    assert compare(type("Right", (Shares,), right)).is_complete
+    report = compare(type("Shared", (Shares,), {"tables": {}}))
+    assert report.first and report.first.case == "no mask, the second of two modules", report
+    assert "with theta 10000 and 500" in str(report.first.hint) and "theta is ignored, or they share" in str(report.first.hint)
+    report = compare(type("Kept", (KeepsValues,), right | {"weights": {}}))
+    assert report.first and str(report.first.hint).endswith(" does not: theta is ignored, or they share what is kept of a call"), report

@@ -99,9 +99,11 @@ def _compare(loaded: Any, tried: Tried, *, has_spec: bool, seed: int, longest: i
     return replace(_compared(called), found=tried.found, disagreements=tuple(disagreements), rounding=rounding)
 
 
-def _prepare(loaded: Any, spec: LayerSpec | None, seed: int, convention: Convention) -> Candidate:
-    """The candidate by another convention, and the layer with its window."""
-    return prepare(loaded, None if spec is None else with_window(spec, convention), convention, seed)
+def _prepare(loaded: Any, spec: LayerSpec | None, seed: int, convention: Convention, *, further: int = 0, **fields: Any) -> Candidate:
+    """The candidate by another convention, and the layer with its window and these fields. `further`: another seed of its weights."""
+    if spec is not None:
+        spec = LayerSpec.model_validate(with_window(spec, convention).model_dump(exclude_unset=True) | fields)
+    return prepare(loaded, spec, convention, seed + further)
 
 
 def _call_in(other: Candidate | None, seed: int) -> Calls | None:

@@ -230,7 +230,7 @@ def constructed(cls: type, spec: LayerSpec | None, convention: Convention, seed:
     if groups and spec is None and convention.num_heads is None and {"num_heads", "num_kv_heads"} <= meanings.keys():
         with suppress(Exception):  # it may take as many alone
             return constructed(cls, spec, replace(convention, d_model=2 * convention.d_model, num_heads=2 * heads), seed, groups)
-    return made, replace(convention, num_heads=convention.num_heads or meanings.get("num_heads"), off=off)
+    return made, replace(convention, num_heads=convention.num_heads or meanings.get("num_heads"), off=off, sizes_read=frozenset(meanings))
 
 
 def _instance(cls: type, arguments: Mapping[str, Any]) -> Any:
@@ -249,7 +249,7 @@ def _sizes_constructed(arguments: Mapping[str, Any], convention: Convention, spe
     meanings = {convention.sizes.get(name) or meaning_of(name) or "": value for name, value in arguments.items()}
     asked = {meaning for value in arguments.values() if isinstance(value, Configuration) for meaning in value.asked.values()}
     fields = {meaning_of(name) for value in arguments.values() for name in getattr(value, "__dataclass_fields__", ())}
-    return meanings | {meaning: getattr(spec, meaning) for meaning in ("num_heads", "num_kv_heads") if meaning in asked | fields}
+    return dict.fromkeys(asked) | meanings | {x: getattr(spec, x) for x in ("num_heads", "num_kv_heads") if x in asked | fields}
 
 
 def _tell_parameters_apart(parameters: Sequence[Any]) -> None:

@@ -6,7 +6,7 @@ x @ W? How is a packed matrix split? An option that is given decides; what is le
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import product
 from types import NoneType, UnionType
@@ -92,6 +92,7 @@ class Convention:
     window: tuple[int, int | None] | None = None  # keys before and after the own one of a layer without a spec, by trial
     residual: bool = False  # whether the query is added to the output, by trial
     off: Sequence[str] = ()  # what a class is constructed without, by the names of parameters and of what configurations are asked for
+    sizes_read: Collection[str] = ()  # the meanings of what a class is constructed with
     one_length: bool = False  # whether it raises if there are more keys than queries, by trial
     tile: int = 1  # of whose rows all lengths are multiples, by trial
     given: frozenset[str] = frozenset()  # the options that are given, which no trial changes

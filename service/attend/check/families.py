@@ -14,6 +14,7 @@ from attend.spec import LayerSpec
 
 OF_HEADS = ("num_heads", "num_kv_heads", "head_dim", "value_head_dim", "scale", "softcap", "window")  # fields that a function of heads has
 AROUND = ("d_model", "key_dim", "value_dim", "output_dim", "bias", "rope", "qk_norm", "latent", "output_gate")  # and that it has not
+OTHER_THETA = 0.05  # times as large
 WIDTHS = ("d_model", "key_dim", "value_dim", "output_dim")
 
 
@@ -68,6 +69,14 @@ def _with_t5_biases(spec: LayerSpec, bias: RelativeBias) -> Iterator[tuple[str, 
 def turns_few(spec: LayerSpec) -> bool:
     """Whether RoPE turns so few numbers of a head that it has one frequency."""
     return spec.rope is not None and (spec.rope.dims or spec.head_dim) < 4
+
+
+def with_other_theta(spec: LayerSpec) -> tuple[str, dict[str, Any]]:
+    """Both thetas in words, and the field of a layer whose RoPE has another one; empty without RoPE."""
+    if spec.rope is None:
+        return "", {}
+    theta = OTHER_THETA * spec.rope.theta
+    return f"theta {spec.rope.theta:g} and {theta:g}", {"rope": spec.rope.model_dump(exclude_unset=True) | {"theta": theta}}
 
 
 def most_common_of_each_kind(positions: Sequence[LayerSpec]) -> list[LayerSpec]:

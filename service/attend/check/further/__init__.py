@@ -11,11 +11,12 @@ In the order in which they are tried, with what they share at the end:
     gradients.py             gradients of the inputs of torch candidates
     constructor_options.py   parameters of a constructor that are off by default
     other_size.py            a class in other heads and widths
+    second.py                two modules of a class, made and called in turn
     side_outputs.py          what is said of numbers besides the output
     backward.py              what gradients are with mistakes in a backward pass
 """
 
-from attend.check.further import alignment, constructor_options, dropout, gradients, log_sum_exp, other_size, other_values, sweeps
+from attend.check.further import alignment, constructor_options, dropout, gradients, log_sum_exp, other_size, other_values, second, sweeps
 from attend.check.further.look import Extent, Look
 
 LOOKS: tuple[Look, ...] = (
@@ -27,6 +28,7 @@ LOOKS: tuple[Look, ...] = (
     gradients.look,
     other_size.look,
     constructor_options.look,
+    second.look,
 )
 
 __all__ = ["LOOKS", "Extent"]

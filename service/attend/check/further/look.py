@@ -6,7 +6,6 @@ from typing import TypeAlias
 
 from attend.check.calls import Calls
 from attend.check.candidate import Candidate
-from attend.check.convention import Convention
 from attend.check.report import Disagreement
 
 
@@ -18,7 +17,7 @@ class Extent:
 
     seed: int
     longest: int
-    prepare: Callable[[Convention], Candidate]
+    prepare: Callable[..., Candidate]
     backward: bool = False
     in_other_size: Calls | None = None
     constructor: type | None = None
