@@ -27,6 +27,7 @@ In the order in which to read it:
     adapter.py               calls a candidate
     arguments.py             makes the arguments of these calls
     called.py                the function that it is called by, and what its parameters mean
+    packed.py                several arrays that it takes in one
     rope_tables.py           cosines and sines that it takes
     pages.py                 pages of keys and values that it takes
     arrays.py                arrays of its framework, and back to NumPy

@@ -19,6 +19,7 @@ from attend.check.cases import CheckCase
 from attend.check.computation import RELATIVE
 from attend.check.constructor import meaning_of
 from attend.check.convention import Alignment
+from attend.check.packed import INPUT
 from attend.check.signatures import FUNCTIONS
 from attend.tensors import Array
 
@@ -56,6 +57,7 @@ class Adapter(Arguments):
     function: Callable[..., Any]
     is_torch: bool = False  # whether it is torch's own function or module
     may_add_numbers: bool = False  # whether it may, since its signature is that of torch's function
+    packed: tuple[str, ...] = ()  # parameters of the candidate that get several arrays in one
     others: tuple[str, ...] = ()  # parameters that have a default and no known role
     returned: set[str] = field(default_factory=set)  # the packages of what it returned: some take arrays of NumPy and return those of JAX
     keeps_cache: bool = False  # whether calls with `use_cache` keep their rows for the next one in the candidate itself
@@ -93,7 +95,7 @@ class Adapter(Arguments):
 
     def skip_reason(self, case: CheckCase) -> str | None:
         """Why the candidate cannot be called on this case; None if it can."""
-        if case.is_cross and "key" not in self.roles:
+        if case.is_cross and ("key" not in self.roles or INPUT in self.packed):
             return "it takes one input"
         if case.is_cross and self.required & {"segments", "boundaries"} and "key_boundaries" not in self.roles:
             return "the sequences that it takes have as many keys as queries"

@@ -215,8 +215,9 @@ class Arguments:
         """What the candidate returned as [b, q, width], if it has the right shape."""
         x = x if self.convention.batched else x[None]
         x = x[:, None] if self.convention.takes_one_query and x.ndim == 3 else x
-        if self.heads_given and x.ndim == 4:
-            return Layer.merge_heads(np.transpose(x, np.argsort(LAYOUTS[self.convention.output_layout or self.convention.layout])))
+        axes = LAYOUTS.get(self.convention.output_layout or self.convention.layout)
+        if self.heads_given and x.ndim == 4 and axes is not None:
+            return Layer.merge_heads(np.transpose(x, np.argsort(axes)))
         return x.swapaxes(0, 1) if not self.batch_first and self.convention.batched and x.ndim == 3 else x
 
     def _as_weights(self, x: Array) -> Array:

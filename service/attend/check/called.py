@@ -2,17 +2,22 @@
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from attend.check.adapter import Adapter
 from attend.check.arrays import dtype_of, is_module
 from attend.check.convention import Convention, find_roles, other_parameters
+from attend.check.packed import INPUT, packed_in, taken_apart
 from attend.check.signatures import FUNCTIONS, known_arguments, of_torch
 
 
 def make_adapter(candidate: Any, convention: Convention, framework: str, heads: int | None) -> Adapter:
     """The adapter of an instance or function. ValueError: its parameters or masks are ambiguous."""
     function, signature = _function_and_signature(candidate, convention)
+    packed = () if is_module(candidate) else packed_in(signature, convention)
+    function, signature = taken_apart(function, signature, packed, convention, framework) if packed else (function, signature)
+    convention = replace(convention, one_length=convention.one_length or INPUT in packed)
     roles = find_roles(signature, known_arguments(convention, signature))
     first = next(iter(candidate.parameters()), None) if is_module(candidate) else None
     dtype = convention.dtype or ("float64" if framework == "numpy" else "float32")
@@ -30,6 +35,7 @@ def make_adapter(candidate: Any, convention: Convention, framework: str, heads: 
         is_torch=of_torch(candidate),
         may_add_numbers=roles.get("mask") == "attn_mask" and not signature.parameters.keys().isdisjoint(FUNCTIONS["sdpa"].settings),
         others=other_parameters(signature, roles),
+        packed=packed,
     )
 
 
@@ -44,6 +50,8 @@ def _function_and_signature(candidate: Any, convention: Convention) -> tuple[Cal
         if not callable(candidate) and not methods:
             raise ValueError(f"expected something to call, got {candidate!r}: pass method=…")
         function = described = candidate if callable(candidate) else methods[0]
+    if (schema := getattr(described, "schema", None)) is not None and hasattr(schema, "arguments"):  # of torch.jit.script
+        return function, inspect.Signature([_scripted(x) for x in schema.arguments if x.name != "self"])
     try:
         return function, inspect.signature(described)
     except ValueError:
@@ -59,3 +67,10 @@ def _function_and_signature(candidate: Any, convention: Convention) -> tuple[Cal
         ]
         parameters += [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False) for name in others if name not in arguments]
         return function, inspect.Signature(sorted(parameters, key=lambda parameter: parameter.kind))
+
+
+def _scripted(argument: Any) -> inspect.Parameter:
+    """A parameter of a function that torch.jit.script compiled."""
+    kind = inspect.Parameter.KEYWORD_ONLY if argument.kwarg_only else inspect.Parameter.POSITIONAL_OR_KEYWORD
+    default = argument.default_value if argument.has_default_value() else inspect.Parameter.empty
+    return inspect.Parameter(argument.name, kind, default=default)

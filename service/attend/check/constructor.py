@@ -22,7 +22,7 @@ from attend.spec import LayerSpec
 
 NAMES = by_name(
     {
-        "d_model": "d_model n_embd d_in d_out query_size key_size value_size nx",
+        "d_model": "d_model n_embd d_in d_out query_size key_size value_size c_q c_k c_v nx",
         "num_heads": HEADS,
         "num_kv_heads": "num_kv_heads n_kv_heads num_key_value_heads kv_heads n_kv_head n_local_heads num_query_groups n_groups",
         "head_dim": "head_dim d_k d_q d_kv d_head dim_head head_size kv_channels query_pre_attn_scalar",

@@ -173,8 +173,8 @@ def by_name(table: Mapping[str, str]) -> dict[str, str]:
 PAGE_TABLES = "block_table block_tables page_table page_tables"
 HEADS = "num_heads n_heads heads h n_head nhead nheads num_attention_heads head_num"
 CALL = {  # role of a parameter of the call -> its usual names, in lower case
-    "query": "query queries q x x_q xq input inputs inputs_q input_q hidden_states query_states embeddings",
-    "key": "key keys k x_k xk inputs_k input_k key_states context memory encoder_hidden_states key_value_states kv x_kv xa",
+    "query": "query queries q x x_q xq q_x input inputs inputs_q input_q hidden_states query_states embeddings",
+    "key": "key keys k x_k xk inputs_k input_k key_states context memory encoder_hidden_states key_value_states kv x_kv kv_x xa",
     "value": "value values v x_v xv inputs_v input_v value_states",
     "mask": "mask attn_mask attention_mask attend_mask block_mask src_mask attn_bias",
     "padding": "key_padding_mask padding_mask pad_mask key_mask context_mask memory_key_padding_mask src_key_padding_mask",
@@ -216,7 +216,7 @@ WEIGHTS = dict.fromkeys(OF_OPERATORS, "") | {
     "output": "c_proj dense proj projection fc unify_heads combine_heads",
     "query_norm": "q_norm query_layernorm q_layernorm",
     "key_norm": "k_norm key_layernorm k_layernorm",
-    "gate": "gate_proj g_proj",
+    "gate": "gate_proj g_proj linear_g",
     "query": "q_b_proj",
     "query_down": "q_a_proj",
     "query_down_norm": "q_a_layernorm",

@@ -12,6 +12,7 @@ from typing import get_args
 from attend.check.adapter import CallFailed
 from attend.check.candidate import Candidate
 from attend.check.convention import OF_MASKS, Ambiguous, Convention, Layout, mask_conventions, table_named
+from attend.check.packed import INPUT
 from attend.check.requirements import NOR, with_requirements
 from attend.check.trial import Trial, changed_rows, perturbed
 from attend.check.weights import names_speak_for
@@ -158,6 +159,10 @@ def _expanded(trial: Trial, convention: Convention) -> Iterator[Convention | Val
 
 def _unsupported(trial: Trial, before: Convention, best: Convention) -> Ambiguous | None:
     """The question whose answer was guessed, if no name speaks for the guess; None if there is none."""
+    packed = trial.prepare(best).adapter.packed
+    if packed and before.like is None and "layout" not in before.given:
+        known = "[b,n,3,h,d] nor [b,3,h,n,d]" if INPUT in packed else "query, key, value nor key, value"
+        return Ambiguous(f"the order in {', '.join(packed)}, which is neither {known}; pass a function that takes them apart", "arguments")
     if best.arguments != before.arguments or (best.weights != before.weights and not names_speak_for(best.weights or {})):
         try:
             trial.prepare(replace(best, arguments=before.arguments, weights=before.weights))

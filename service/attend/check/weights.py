@@ -5,12 +5,13 @@ The orientation of torch.nn.Linear and the packing of torch, GPT-2 and DeepSeek 
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import permutations
 from typing import Any, get_args
 
 import numpy as np
 
+from attend.attention.operators import OPERATORS
 from attend.check.convention import BARE, UNTYPED, WEIGHT_ROLES, Ambiguous, Convention, Fused, Orientation, parse_weight_name
 from attend.checkpoints.reader import FLAGS, WITH_WEIGHTS
 from attend.spec import LayerSpec
@@ -253,14 +254,23 @@ def complete_weights(found: Mapping[str, Array], spec: LayerSpec, convention: Co
 
 def _check_shapes(weights: Mapping[str, Array], expected: Mapping[str, tuple[int, ...]]) -> None:
     if surplus := ", ".join(name for name in weights if name not in expected):
-        raise ValueError(f"found {surplus}, which the layer does not have: pass a spec that has it, or weights={{…}}")
+        named = _fields_of(name for name in weights if name not in expected)
+        raise ValueError(f"found {surplus}, which the layer does not have: pass a spec with {named}, or weights={{…}}")
     if missing := ", ".join(name.removesuffix(".weight") for name in expected if name not in weights):
-        raise ValueError(f"found no weight of {missing}: pass weights={{…}}, or a spec without it")
+        named = _fields_of(name for name in expected if name not in weights)
+        raise ValueError(f"found no weight of {missing}: pass weights={{…}}, or a spec with another {named}")
     for name, array in weights.items():
         if array.shape != expected[name]:
             raise ValueError(
                 f"expected {name} {expected[name]}, got {array.shape}: pass weights={{…}}, num_heads=…, orientation=… or a spec"
             )
+
+
+def _fields_of(names: Iterable[str]) -> str:
+    """The fields of a spec that say whether a layer has these weights."""
+    of_operators = {name: operator.field for operator in OPERATORS for name in operator.axes}
+    others = {"bias": "bias", "weight": "projections"}
+    return " and ".join(dict.fromkeys(of_operators.get(name) or others.get(name.rpartition(".")[2], "widths") for name in names))
 
 
 def _unpack(role: str, array: Array, found: Mapping[str, Array], spec: LayerSpec, convention: Convention) -> dict[str, Array]:
