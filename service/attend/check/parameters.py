@@ -192,7 +192,7 @@ def _window(name: str, left: int | None, right: int | None) -> Setting:
 def _other_windows(draw: Draw, names: Mapping[str, str]) -> Iterator[Setting]:
     """Windows that have an end on one side alone, or none after the query's own key."""
     if "window" in names:
-        for left, right in ((2, None), *(() if draw.causal else ((None, 1), (2, 0), (0, 2)))):
+        for left, right in ((2, None), *(() if draw.causal else ((None, 1), (2, 0)))):
             yield _window(names["window"], left, right)
 
 
