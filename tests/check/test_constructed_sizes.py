@@ -269,6 +269,17 @@ def test_an_option_whose_numbers_have_no_name_is_untried() -> None:
     assert report.agrees and [x.case for x in report.results if x.untried and not x.impossible] == ["sliding_window=5"], report
 
 
+def test_causality_that_a_mask_may_stand_for_is_untried() -> None:
+    def forward(self: Off, hidden_states: Tensor, attention_mask: Tensor) -> Tensor:
+        self.blocked = lambda _: ~attention_mask  # type: ignore[method-assign]
+        return Off.forward(self, hidden_states)
+
+    report = compare(type("OfMasks", (Off,), {"forward": forward}), mask_means="attend")
+    assert report.agrees and {x.case for x in report.results if x.untried and not x.impossible} == {"causal=True", "sliding_window=5"}, (
+        report
+    )
+
+
 class Partial(nn.Module):
     """RoPE on half of each head."""
 

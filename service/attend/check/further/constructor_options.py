@@ -17,8 +17,8 @@ UNKNOWN = "since its numbers are not those of the layer with it"
 
 
 def look(called: Calls, extent: Extent) -> Disagreement | None:
-    """What is wrong in the short calls with an option, if a mistake has a name; without one, or where masks may be what blocks the keys
-    beyond a window, the option is untried."""
+    """What is wrong in the short calls with an option, if a mistake has a name; without one, or where masks may be what blocks the keys,
+    the option is untried."""
     found = None
     for words, conventions in _options(called, extent):
         calls = [x for x in (_call_with(convention, extent) for convention in conventions) if x is not None]
@@ -26,8 +26,7 @@ def look(called: Calls, extent: Extent) -> Disagreement | None:
             called.add_together(words, [x for x in right.results if x.agrees])
             continue
         wrong = next((x for x in calls if x.compared and not x.failures), None)
-        of_masks = conventions[0].window is not None and "mask" in called.prepared.adapter.roles
-        named = None if wrong is None or of_masks else _named(wrong, extent.seed)
+        named = None if wrong is None or "mask" in called.prepared.adapter.roles else _named(wrong, extent.seed)
         if wrong is None or named is None:
             called.results.append(CaseResult(words, skipped=UNKNOWN, untried=True))
         else:
