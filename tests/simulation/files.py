@@ -7,6 +7,7 @@ ones, or zeros in their place.
 
 import errno
 import fcntl
+import math
 import os
 import stat
 from collections.abc import Callable, Iterator
@@ -131,7 +132,7 @@ class SimulatedFiles:
     def namespace(self) -> SimpleNamespace:
         """In place of the module `os`."""
         constants = {name: getattr(os, name) for name in dir(os) if name.startswith("O_")}
-        calls = ("open", "fdopen", "fstat", "write", "pwrite", "fsync", "close", "scandir")
+        calls = ("open", "fdopen", "fstat", "write", "ftruncate", "fsync", "close", "scandir")
         return SimpleNamespace(**constants, stat_result=os.stat_result, **{name: getattr(self, name) for name in calls})
 
     def open(self, path: "SimulatedPath", flags: int, mode: int = 0o777) -> int:
@@ -187,20 +188,33 @@ class SimulatedFiles:
 
     def write(self, descriptor: int, data: Any) -> int:
         """Write at the end, perhaps a part only: each file is written from its beginning, or appended to."""
-        return self.pwrite(descriptor, data, len(self._file(descriptor).data))
-
-    def pwrite(self, descriptor: int, data: Any, offset: int) -> int:
         file, given = self._file(descriptor), bytes(data)
         with self.call(f"write of {len(given)} bytes", changes=True):
-            most = max(0, file.size_in(self.block) - offset) if self.world.clock() < self._full_until else len(given)
+            most = min(self._room(file), len(given))
             if not most and given:
-                self.world.note("no space")
-                raise OSError(errno.ENOSPC, "No space left on device")
+                raise self._no_space()
             whole = self.draw.random() < 0.7 or len(given) == 1
-            size = min(most, len(given) if whole else self.draw.randint(1, max(1, len(given))))
-            file.data[offset : offset + size] = given[:size]
+            size = min(int(most), len(given) if whole else self.draw.randint(1, max(1, len(given))))
+            file.data += given[:size]
             file.modified = self._time()
             return size
+
+    def ftruncate(self, descriptor: int, size: int) -> None:
+        """Set the length. The file system has no holes: zeros that are added need room."""
+        file = self._file(descriptor)
+        with self.call(f"change of a length to {size}", changes=True):
+            if size - len(file.data) > self._room(file):
+                raise self._no_space()
+            file.data = file.data[:size].ljust(size, b"\0")
+            file.modified = self._time()
+
+    def _room(self, file: File) -> float:
+        """How many bytes can be appended to the file now."""
+        return file.size_in(self.block) - len(file.data) if self.world.clock() < self._full_until else math.inf
+
+    def _no_space(self) -> OSError:
+        self.world.note("no space")
+        return OSError(errno.ENOSPC, "No space left on device")
 
     def fsync(self, descriptor: int) -> None:
         with self.call("flush of the folder" if self._open[descriptor] is None else "flush", changes=True):

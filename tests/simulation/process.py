@@ -157,9 +157,9 @@ class Process:
     def accept(self, peer: Peer) -> None:
         assert self.listening.make is not None
         peer.process, peer.life = self, self.lives
+        self.transports.append(peer.transport)  # a thread may kill the process meanwhile
         with self.loop.running():
             peer.transport.connect(self.loop, self.listening.make)
-        self.transports.append(peer.transport)
 
     def must_accept(self) -> bool:
         """Whether a refused connection would be a fault: the process has started, and its drain is not over. Without memory for its

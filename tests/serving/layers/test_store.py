@@ -198,7 +198,7 @@ def test_files_that_are_not_valid_layers_are_logged_and_skipped(start: Start, tm
     (tmp_path / "bad name.safetensors").write_bytes(good)
     os.mkfifo(tmp_path / "pipe.safetensors")
     (tmp_path / ".good.0123.part").write_bytes(good[:9])  # the partial file of a writer that died
-    (tmp_path / ".peer-0123").write_text("0")
+    (tmp_path / ".peer-0123").touch()
 
     second = start("--layers-dir", str(tmp_path))
     assert names(second) == ["default", "good"]
@@ -392,7 +392,7 @@ def test_a_process_starts_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.Mon
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(os, "pwrite", full)
+        patched.setattr(os, "ftruncate", full)
         store.open()
         store.coordinator.acknowledge(1)
     other.open()

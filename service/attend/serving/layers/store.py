@@ -7,10 +7,10 @@ A file is written under a temporary name, flushed and renamed, then the folder i
 new one, never a part. Disk space to announce the change is reserved before the rename, so that a full disk changes nothing. Names are
 checked before they become paths, and links are not followed, so nothing outside the folder is read or written. All methods may block.
 
-Processes that share the folder are coordinated with files and kernel locks (flock). Each holds a lock on a file .peer-…, in which it writes
-the number of the last change that it applied. The kernel releases the lock when the process dies, so other processes do not wait for it.
-The length of the file CHANGES is the number of changes: each appends a byte, which is atomic and needs no lock. To add a layer, a process
-locks CHANGES while it reads the folder and then writes to it.
+Processes that share the folder are coordinated with files and kernel locks (flock). The length of the file CHANGES is the number of
+changes: each appends a byte, which is atomic and needs no lock. Each process holds a lock on a file .peer-…, whose length is the number of
+the last change that it applied; digits in it could be written in part. The kernel releases the lock when the process dies, so other
+processes do not wait for it. To add a layer, a process locks CHANGES while it reads the folder and then writes to it.
 """
 
 import errno
@@ -203,7 +203,6 @@ class Coordinator:
     def join(self) -> None:
         """Make other processes wait until this one has applied their changes. Must be called before the first scan of the folder."""
         self._file = _create_locked(self._path)
-        self.acknowledge(0)
 
     def leave(self) -> None:
         if self._file is not None:
@@ -241,7 +240,7 @@ class Coordinator:
         wait until a later call finds room."""
         if self._file is not None:
             try:
-                os.pwrite(self._file, b"%020d" % change, 0)
+                os.ftruncate(self._file, change)
             except OSError as error:
                 if error.errno not in DISK_FULL_ERRORS:
                     raise
@@ -281,7 +280,7 @@ class Claim:
 
 def _applied(path: Path) -> int:
     try:
-        return int(path.read_bytes() or b"0")
+        return path.stat().st_size
     except FileNotFoundError:  # the process has ended meanwhile
         return 1 << 62
 
