@@ -39,7 +39,7 @@ class BadSettings(Exception):
 class Settings(BaseModel):
     """All settings. The description of each field is its help text, on the command line and in docs/settings.md."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     # where the server listens
     host: str = Field(default="127.0.0.1", description="Address to listen on.")

@@ -201,6 +201,13 @@ def test_the_width_of_a_configured_layer_is_limited() -> None:
         read_settings({"layers": {"wide": {"d_model": 1 << 17, "num_heads": 1, "projections": False}}})
 
 
+@pytest.mark.parametrize("number", ["inf", "nan"])
+def test_the_end_of_a_drain_is_a_finite_number(number: str) -> None:
+    """Without an end, the process would wait for ever after SIGTERM."""
+    with pytest.raises(BadSettings, match=r"drain_seconds.*finite"):
+        read_settings({"drain_seconds": number})
+
+
 def test_a_layer_that_no_call_could_use_is_refused() -> None:
     """Before it is warmed."""
     spec = {"d_model": 1 << 16, "num_heads": 1, "projections": False}

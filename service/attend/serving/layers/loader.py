@@ -21,7 +21,6 @@ from attend.errors import (
     NotReady,
     RequestError,
     TooLarge,
-    Translate,
     translating,
 )
 from attend.serving.layers.files import ParsedLayer, require_storable, require_storable_spec
@@ -33,7 +32,6 @@ from attend.serving.requests import TOO_LATE
 from attend.serving.statistics import LayerStatistics
 from attend.serving.threads import lower_priority
 from attend.spec import LayerSpec
-from attend.tensors import Array
 
 T = TypeVar("T")
 log = structlog.get_logger("attend")
@@ -80,7 +78,7 @@ class LayerLoader:
         """Load the configured layers, then those of the store, and follow its changes. Raises OSError if the store cannot be used."""
         self._configured = frozenset(specs)
         for name, spec in specs.items():
-            self._add(await self._make(name, spec, None))
+            self._add(await self._make(name, ParsedLayer(spec, None)))
         if self.store is not None:
             await self._run_on_folder(self.store.open)
             await self._follow(self.store)
@@ -101,7 +99,7 @@ class LayerLoader:
             with translating(parsed.translate):
                 self.registry.check_size(name, parsed.spec)
                 require_storable_spec(parsed.spec, self.largest)
-                layer = await self._make(name, parsed.spec, parsed.weights, parsed.origin, parsed.in_tensors)
+                layer = await self._make(name, parsed)
                 await self._run_in_thread(require_storable, layer, self.largest)
             async with self._changing:
                 limit.reschedule(None)
@@ -320,7 +318,7 @@ class LayerLoader:
     async def _read(self, store: LayerStore, name: str, suffix: str = SUFFIX) -> LoadedLayer:
         """Read and warm the layer of a file. Raises InvalidRequest if its fingerprint differs from the one in the file."""
         read, fingerprint = await self._run_in_thread(store.read, name, suffix)
-        layer = await self._make(name, read.spec, read.weights, read.origin)
+        layer = await self._make(name, read)
         if fingerprint not in ("", layer.fingerprint):
             raise InvalidRequest.where("/__metadata__/fingerprint", layer.fingerprint, fingerprint[:64])
         return layer
@@ -328,7 +326,7 @@ class LayerLoader:
     async def _make_unloaded(self, unloaded: UnloadedLayer) -> LoadedLayer:
         """The layer that was unloaded, warm; it is not added."""
         if self.store is None:
-            return await self._make(unloaded.name, unloaded.spec, unloaded.weights, unloaded.origin)
+            return await self._make(unloaded.name, ParsedLayer(unloaded.spec, unloaded.weights, origin=unloaded.origin))
         with storage_faults():
             return await self._read(self.store, unloaded.name, UNLOADED)
 
@@ -340,16 +338,9 @@ class LayerLoader:
         """Run `work`, which reads or changes only names of files, in the thread of the folder."""
         return await asyncio.get_running_loop().run_in_executor(self._folder_thread, work, *args)
 
-    async def _make(
-        self,
-        name: str,
-        spec: LayerSpec,
-        weights: Mapping[str, Array] | None,
-        origin: str | None = None,
-        in_tensors: Translate | None = None,
-    ) -> LoadedLayer:
-        self.registry.check_size(name, spec)
-        layer = await self._run_in_thread(self.registry.make, name, spec, weights, origin, in_tensors)
+    async def _make(self, name: str, parsed: ParsedLayer) -> LoadedLayer:
+        self.registry.check_size(name, parsed.spec)
+        layer = await self._run_in_thread(self.registry.make, name, parsed.spec, parsed.weights, parsed.origin, parsed.in_tensors)
         await self.probe.warm(layer, self.registry.limits)
         return layer
 
