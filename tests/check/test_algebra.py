@@ -32,8 +32,8 @@ def test_the_changes_of_a_step_have_one_name_each_and_their_arithmetic_on_a_line
     case = next(draw_short_cases(Draw(spec=spec, weights=weights, rng=rng, lengths=lengths_for(spec))))
     right = Computation(spec, weights, case)
     changes = list(changes_of(right))
-    assert len({x.name for x in changes}) == len(changes)
-    for x in changes:
-        computed, expected = x.mistake.arithmetic(right)
-        assert computed != expected, x.name
-        assert max(len(f"  you compute: {computed}"), len(f"  expected:    {expected}")) <= 80, x.name
+    assert len(dict(changes)) == len(changes)
+    for name, mistake in changes:
+        computed, expected = mistake.arithmetic(right)
+        assert computed != expected, name
+        assert max(len(f"  you compute: {computed}"), len(f"  expected:    {expected}")) <= 80, name

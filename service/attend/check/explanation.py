@@ -23,11 +23,10 @@ from attend.check.computation import QUERIES_OF, Computation, Expected
 from attend.check.fitting import fitted_factors, fitted_scale, ratio_of_scales
 from attend.check.low_precision import HALF
 from attend.check.mistakes import MISTAKES, Mistake
-from attend.check.mistakes.mistake import StepMistake
+from attend.check.mistakes.mistake import Named
 from attend.check.mistakes.precision import MISTAKES as PRECISION
 from attend.tensors import Array
 
-Named = tuple[str, Mistake]
 CONFIRMATIONS = 6  # further cases that an explanation must give, too
 TYPICAL = 2  # times the root mean square of the changes by rounding is that of a half-precision candidate's errors at most
 MOST_NOISE = (
@@ -52,7 +51,7 @@ class Observation:
     results: Mapping[str, Array]
     agrees: bool
     known: dict[Mistake, Fit | None] = field(default_factory=dict)  # whether mistakes that were tried before fit
-    changes: list[StepMistake] = field(default_factory=list)  # of its steps, once they are made
+    changes: list[Named] = field(default_factory=list)  # of its steps, once they are made
 
     @property
     def lacks_queries(self) -> bool:
@@ -83,7 +82,7 @@ class Observation:
             self.known[mistake] = self._try(mistake)
         return self.known[mistake]
 
-    def changes_of_steps(self) -> Iterator[StepMistake]:
+    def changes_of_steps(self) -> Iterator[Named]:
         """What may be wrong in any step."""
         if not self.changes:
             self.changes.extend(changes_of(self.right))
@@ -205,12 +204,12 @@ class _Search:
 
     def likely(self) -> Iterator[Named]:
         """Changes of the first wrong steps, or of all if those are not known; and the known mistakes."""
-        changes = ((x.name, x.mistake) for x in self.probe.changes_of_steps() if not self.steps or x.step in self.steps)
+        changes = (x for x in self.probe.changes_of_steps() if not self.steps or x[1].step in self.steps)
         return self._that_give(chain(changes, MISTAKES.items()))
 
     def elsewhere(self) -> Iterator[Named]:
         """Changes of the other steps, which may give the same numbers as what the candidate has there."""
-        return self._that_give((x.name, x.mistake) for x in self.probe.changes_of_steps() if self.steps and x.step not in self.steps)
+        return self._that_give(x for x in self.probe.changes_of_steps() if self.steps and x[1].step not in self.steps)
 
     def _that_give(self, mistakes: Iterable[Named]) -> Iterator[Named]:
         """Those that give the numbers; then those that enlarge rounding so much that this case does not say, if another wrong one does."""

@@ -11,7 +11,7 @@ from attend.check.changes import Change, change_scale, replace_steps
 from attend.check.computation import Computation
 from attend.check.layer import Layer
 from attend.check.low_precision import HALF
-from attend.check.mistakes.mistake import Mistake, attention
+from attend.check.mistakes.mistake import Mistake, Named, attention
 from attend.tensors import Array
 
 IN_HALF = 5e-3  # how near a factor that is fitted to numbers in half precision is to the candidate's
@@ -19,7 +19,7 @@ MOST_STEPS = 30  # of Newton's method, which needs about 5
 SMALLEST = 1e-6  # factor that is fitted; below it, all visible keys have the same weight
 
 
-def fitted_scale(right: Computation, results: Mapping[str, Array]) -> tuple[str, Mistake] | None:
+def fitted_scale(right: Computation, results: Mapping[str, Array]) -> Named | None:
     """The mistake of another constant factor on the scores than that of `right`; None if none is found. A caller tests whether it fits."""
     with suppress(ValueError, IndexError):
         factor = _factor_of_output(right, results["output"])
@@ -27,7 +27,7 @@ def fitted_scale(right: Computation, results: Mapping[str, Array]) -> tuple[str,
     return None
 
 
-def _other_scale(factor: float, expected: float, dtype: str) -> tuple[str, Mistake] | None:
+def _other_scale(factor: float, expected: float, dtype: str) -> Named | None:
     """The mistake of this factor on the scores; None if it is the expected one, or hardly any."""
     if dtype in HALF and math.isfinite(factor):
         factor = _short(factor, IN_HALF)
@@ -41,7 +41,7 @@ def _other_scale(factor: float, expected: float, dtype: str) -> tuple[str, Mista
     return name, Mistake(change, attention(f"Q Kᵀ · {factor:.4g}"), attention())
 
 
-def ratio_of_scales(factor: float, expected: float, dtype: str) -> tuple[str, Mistake]:
+def ratio_of_scales(factor: float, expected: float, dtype: str) -> Named:
     """The mistake of a factor on the scores besides the layer's own, whatever that is."""
     ratio = _short(factor / expected, IN_HALF if dtype in HALF else 1e-6)
     words = f"{_about(dtype)}{ratio:.4g}"
@@ -64,7 +64,7 @@ def _about(dtype: str) -> str:
     return "about " if dtype in HALF else ""
 
 
-def fitted_factors(right: Computation, results: Mapping[str, Array]) -> Iterator[tuple[str, Mistake]]:
+def fitted_factors(right: Computation, results: Mapping[str, Array]) -> Iterator[Named]:
     """The mistakes of a constant factor on the weights, on the outputs of the heads, and on the output. A caller tests whether they fit."""
     expected = right.outputs()["output"]
     if results["output"].shape != expected.shape:

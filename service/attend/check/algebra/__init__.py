@@ -11,10 +11,10 @@ from attend.check.algebra.operands import changed_operands
 from attend.check.algebra.orders import changed_orders
 from attend.check.algebra.steps import changed_steps
 from attend.check.computation import Computation
-from attend.check.mistakes.mistake import StepMistake
+from attend.check.mistakes.mistake import Named
 
 
-def changes_of(c: Computation) -> Iterator[StepMistake]:
+def changes_of(c: Computation) -> Iterator[Named]:
     """The changes of the steps of a computation's program."""
     yield from changed_operands()
     yield from changed_steps([run.step for run in c.steps()])

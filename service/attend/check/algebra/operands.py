@@ -10,14 +10,14 @@ import numpy as np
 from attend.check.changes import Change, Impossible, at_heads, map_weights, only_if, replace_weights, swap_weights, with_input
 from attend.check.computation import Computation
 from attend.check.layer import CAUSES, Layer
-from attend.check.mistakes.mistake import Mistake, StepMistake
+from attend.check.mistakes.mistake import Mistake, Named
 from attend.spec_parts import PROJECTIONS
 from attend.tensors import Array
 
 SYMBOL = {"query": "Q", "key": "K", "value": "V", "output": "O"}
 
 
-def changed_operands() -> Iterator[StepMistake]:
+def changed_operands() -> Iterator[Named]:
     """The changes of the operands of projections, of RoPE, and of attention."""
     for role, source in permutations(CAUSES, 2):
         yield from _of_heads(role, source)
@@ -30,7 +30,7 @@ def _projection(role: str) -> str:
     return f"{SYMBOL[role]} = {'concat(o)' if role == 'output' else f'x_{role[0]}'} W_{role[0]} + b_{role[0]}"
 
 
-def _of_parameters(role: str) -> Iterator[StepMistake]:
+def _of_parameters(role: str) -> Iterator[Named]:
     """A projection that is left out, has no bias, or that with the opposite sign, has a transposed matrix, or parameters of another one."""
     step, right, projected = (f"project_{role}", _projection(role), role) if role != "output" else ("output", _projection(role), "heads")
     rows: dict[str, tuple[str, Change]] = {
@@ -52,7 +52,7 @@ def _of_parameters(role: str) -> Iterator[StepMistake]:
             if "output" not in (role, source):
                 matrix = wrong.replace(f"W_{role[0]}", other), swap_weights((role,), (source,))
                 rows[f"the {role} is projected by the matrix of the {source}"] = matrix
-    yield from (StepMistake(step, name, Mistake(change, wrong, right)) for name, (wrong, change) in rows.items())
+    yield from ((name, Mistake(change, wrong, right, step)) for name, (wrong, change) in rows.items())
 
 
 def _identity(role: str, c: Computation) -> Mapping[str, Array]:
@@ -73,7 +73,7 @@ def _use_bias(role: str, source: str) -> Change:
     return replace_weights(changed)
 
 
-def _of_heads(role: str, source: str) -> Iterator[StepMistake]:
+def _of_heads(role: str, source: str) -> Iterator[Named]:
     """The input or the heads of `source` in place of those of `role`: as they are projected, before RoPE, or as scores are computed."""
     right, wrong = _projection(role), f"{SYMBOL[source]} in place of {SYMBOL[role]}"
     reader = "weighted_values" if role == "value" else "scaled_products"
@@ -98,7 +98,7 @@ def _of_heads(role: str, source: str) -> Iterator[StepMistake]:
             _use_heads("attended", role, source),
         ),
     ):
-        yield StepMistake(step, name, Mistake(change, computed, right))
+        yield name, Mistake(change, computed, right, step)
 
 
 def _use_input(role: str, source: str) -> Change:

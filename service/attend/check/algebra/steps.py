@@ -7,7 +7,7 @@ from typing import Any
 from attend.attention.operators.step import Step
 from attend.check.changes import all_of, at_heads, at_step, at_steps, exchange_steps, only_if, softmax_over
 from attend.check.layer import Layer
-from attend.check.mistakes.mistake import Mistake, StepMistake
+from attend.check.mistakes.mistake import Mistake, Named
 from attend.tensors import Array
 
 NOUNS = {"query": "queries", "key": "keys", "value": "values"}
@@ -24,7 +24,7 @@ SIGNED = {"scaled_products": "the scores have", "output": "the output has"}
 NOT_RUN = ("sum_biases", "sinks")  # of which the reference with places to change it makes no steps
 
 
-def changed_steps(program: Sequence[Step]) -> Iterator[StepMistake]:
+def changed_steps(program: Sequence[Step]) -> Iterator[Named]:
     """The changes of each step of a program."""
     for i, step in enumerate(program):
         if step.name not in NOT_RUN:
@@ -70,7 +70,7 @@ def _biases(step: Step) -> str:
     return "ALiBi's biases" if step.name == "alibi" else f"the biases of {step.name.replace('_bias', '')}"
 
 
-def _of_structure(step: Step, later: Sequence[Step]) -> Iterator[StepMistake]:
+def _of_structure(step: Step, later: Sequence[Step]) -> Iterator[Named]:
     """The step left out, done twice, or done after the next one that changes the same value."""
     formula = step.formula.partition(",")[0]
     following = next((x for x in later if {*step.writes} <= {*x.writes} & {*x.reads}), None)
@@ -80,47 +80,45 @@ def _of_structure(step: Step, later: Sequence[Step]) -> Iterator[StepMistake]:
         if not {*steps} <= there:
             continue
         if len(roles) == 1 and step.name.partition("_")[0] in VERBS:  # all of them: `mistakes/parts.py`
-            yield StepMistake(step.name, f"{words} is left out", Mistake(at_steps(steps, _left_out), f"without {formula}", formula))
-        yield StepMistake(step.name, f"{words} is applied twice", Mistake(at_steps(steps, _twice), f"twice {formula}", formula))
+            yield f"{words} is left out", Mistake(at_steps(steps, _left_out), f"without {formula}", formula, step.name)
+        yield f"{words} is applied twice", Mistake(at_steps(steps, _twice), f"twice {formula}", formula, step.name)
         pairs = [] if following is None else [(x, following.name.replace(roles[0], role)) for x, role in zip(steps, roles, strict=True)]
         if following is not None and {name for _, name in pairs} <= there:
             then, other = following.formula.partition(",")[0], VERBS.get(following.name.partition("_")[0], _the(following, ("",)))
             change = all_of(*(exchange_steps(*pair) for pair in pairs))
-            name = f"{words} is applied after {other} and not before"
-            yield StepMistake(step.name, name, Mistake(change, f"{then}; {formula}", f"{formula}; {then}"))
+            mistake = Mistake(change, f"{then}; {formula}", f"{formula}; {then}", step.name)
+            yield f"{words} is applied after {other} and not before", mistake
 
 
-def _of_sign(step: Step) -> Iterator[StepMistake]:
+def _of_sign(step: Step) -> Iterator[Named]:
     """What the step computes with the opposite sign."""
     if step.name in SIGNED or _is_bias(step):
         change = at_step(step.name, lambda compute, *operands: -compute(*operands))
         words = SIGNED.get(step.name, f"{_biases(step)} have")
         left, _, right = step.formula.partition(" = ")
-        yield StepMistake(step.name, f"{words} the opposite sign", Mistake(change, f"{left} = -({right})", step.formula))
+        yield f"{words} the opposite sign", Mistake(change, f"{left} = -({right})", step.formula, step.name)
 
 
-def _of_values(step: Step) -> StepMistake:
+def _of_values(step: Step) -> Named:
     """What is done to the keys done to the values, too."""
 
     def changed(layer: Layer, heads: Mapping[str, Array]) -> Mapping[str, Array]:
         return {"value": layer.again(step.name, heads["value"])}
 
-    words = f"{_the(step, ('key',))} is applied to the values, too"
-    formula = step.formula.partition(",")[0]
-    mistake = Mistake(only_if(lambda c: c.spec.num_softmaxes == 1, at_heads("attended", changed)), f"{formula}, and V likewise", formula)
-    return StepMistake(step.name, words, mistake)
+    formula, change = step.formula.partition(",")[0], only_if(lambda c: c.spec.num_softmaxes == 1, at_heads("attended", changed))
+    return f"{_the(step, ('key',))} is applied to the values, too", Mistake(change, f"{formula}, and V likewise", formula, step.name)
 
 
-def _of_turns(role: str) -> Iterator[StepMistake]:
+def _of_turns(role: str) -> Iterator[Named]:
     """RoPE of the queries, of the keys, or of both, with angles of the opposite sign."""
     for roles in [(role,), ("query", "key")] if role == "query" else [(role,)]:
         change = at_steps([f"rotate_{x}" for x in roles], lambda compute, x, positions, *others: compute(x, -positions, *others))
         queries, keys = (f"-{i}" if x in roles else i for x, i in (("query", "i"), ("key", "j")))
         name = f"RoPE of {' and '.join(NOUNS[x] for x in roles)} turns the other way: its sines have the opposite sign"
-        yield StepMistake(f"rotate_{role}", name, Mistake(change, f"R({queries}) q_i · R({keys}) k_j", "R(i) q_i · R(j) k_j"))
+        yield name, Mistake(change, f"R({queries}) q_i · R({keys}) k_j", "R(i) q_i · R(j) k_j", f"rotate_{role}")
 
 
-def _of_places(step: Step) -> Iterator[StepMistake]:
+def _of_places(step: Step) -> Iterator[Named]:
     """The places of the keys off by one; one too high of the query is one too low of the key."""
     is_bias = _is_bias(step) and "keys" in step.reads
     if step.name != "rotate_key" and not is_bias:
@@ -133,16 +131,15 @@ def _of_places(step: Step) -> Iterator[StepMistake]:
             if is_bias
             else f"RoPE's positions of the keys are one too {high}"
         )
-        wrong = re.sub(r"\(j\)|\bj\b", f"(j {sign} 1)", step.formula)
-        yield StepMistake(step.name, off, Mistake(change, wrong, step.formula))
+        yield off, Mistake(change, re.sub(r"\(j\)|\bj\b", f"(j {sign} 1)", step.formula), step.formula, step.name)
 
 
-def _of_softmax() -> Iterator[StepMistake]:
+def _of_softmax() -> Iterator[Named]:
     """The softmax taken twice, or over other axes than that of the keys."""
     twice = at_step("softmax", lambda compute, scores, sinks: compute(compute(scores, sinks)[0], sinks))
-    yield StepMistake("softmax", "the softmax is taken twice", Mistake(twice, "A = softmax(softmax(S))", "A = softmax(S)"))
+    yield "the softmax is taken twice", Mistake(twice, "A = softmax(softmax(S))", "A = softmax(S)", "softmax")
     formula = "P = exp(S - m) / Σ exp(S - m), m and Σ over the "
     for axis, words in enumerate(("batch", "heads", "queries")):
         for axes, over in (((axis,), f"the {words} and not over the keys"), ((axis, -1), f"{words} and keys together")):
-            mistake = Mistake(softmax_over(axes), f"{formula}{words}{' and keys' if len(axes) > 1 else ''}", f"{formula}keys")
-            yield StepMistake("softmax", f"the softmax runs over {over}", mistake)
+            wrong = f"{formula}{words}{' and keys' if len(axes) > 1 else ''}"
+            yield f"the softmax runs over {over}", Mistake(softmax_over(axes), wrong, f"{formula}keys", "softmax")

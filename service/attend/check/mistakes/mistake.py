@@ -7,7 +7,6 @@ the case have.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from attend.check.changes import Change
 from attend.check.computation import Computation
@@ -18,6 +17,7 @@ class Mistake:
     change: Change
     computed: str  # what a candidate with this mistake computes
     expected: str
+    step: str = ""  # of the layer's program that it changes, of `algebra/`
 
     def arithmetic(self, right: Computation) -> tuple[str, str]:
         """The wrong and the right arithmetic in the layer and case of a computation."""
@@ -33,12 +33,7 @@ class Mistake:
         return wrong, expected
 
 
-class StepMistake(NamedTuple):
-    """A mistake in a step of the layer's program, by name."""
-
-    step: str
-    name: str
-    mistake: Mistake
+Named = tuple[str, Mistake]
 
 
 def _slopes(heads: int) -> str:
