@@ -115,46 +115,44 @@ def _may_call(compared: ComparedCase, calls: int) -> bool:
     return calls * compared.seconds <= MOST_SECONDS
 
 
-def _of_one_hot_values(candidate: Candidate, compared: ComparedCase) -> Iterator[Array]:
-    """The weights that a function of projected heads returns for values whose rows are those of the identity matrix, a part at a time."""
+def _one_hot(candidate: Candidate, compared: ComparedCase, items: int, heads: int) -> Array | None:
+    """What a function of projected heads returns for values whose rows are those of the identity matrix, a part at a time, in all items
+    and heads at once or, of so many, in one of each alone: [b, h, q, items, heads, k]."""
     adapter, case, spec = candidate.adapter, compared.right.case, compared.right.spec
-    b, k, width = case.value.shape
-    heads, parts = spec.num_heads, -(-k // (width // spec.num_kv_heads))
-    if not adapter.heads_given or "value" not in adapter.roles or not _may_call(compared, parts):
-        return
-    d = width // spec.num_kv_heads
-    found = []
-    for start in range(0, k, d):
-        rows = np.eye(k, d, -start)
-        output = adapter.call(replace(case.call, value=np.tile(rows, (b, 1, spec.num_kv_heads)))).output
-        if output.shape != (b, case.query.shape[1], heads * d):
-            return
-        found.append(Layer.split_heads(output, heads))
-    yield np.concatenate(found, axis=-1)[..., :k]
+    (b, k, width), g, h = case.value.shape, spec.num_kv_heads, spec.num_heads
+    d = width // g
+    if not adapter.heads_given or "value" not in adapter.roles or not _may_call(compared, items * heads * -(-k // d)):
+        return None
+    found = np.zeros((b, h, case.query.shape[1], items, heads, k))
+    for item, head, start in product(range(items), range(heads), range(0, k, d)):
+        rows = np.zeros((b, k, g, d))
+        rows[item::items, :, head::heads] = np.eye(k, d, -start)[:, None]
+        output = adapter.call(replace(case.call, value=rows.reshape(b, k, width))).output
+        if output.shape != (b, case.query.shape[1], h * d):
+            return None
+        found[..., item, head, start : start + d] = Layer.split_heads(output, h)[..., : k - start]
+    return found
+
+
+def _of_one_hot_values(candidate: Candidate, compared: ComparedCase) -> Iterator[Array]:
+    """The weights of a function of projected heads."""
+    if (found := _one_hot(candidate, compared, 1, 1)) is not None:
+        yield found[..., 0, 0, :]
 
 
 def _of_all_values(candidate: Candidate, compared: ComparedCase, noise: float) -> AppliedWeights | None:
-    """The weights of a function of projected heads that mixes items or heads, by one-hot values of one item and head at a time."""
-    adapter, case, spec, wrong = candidate.adapter, compared.right.case, compared.right.spec, compared.wrong
-    (b, k, width), g, h = case.value.shape, spec.num_kv_heads, spec.num_heads
-    d = width // g
-    if not adapter.heads_given or "value" not in adapter.roles or not _may_call(compared, b * g * -(-k // d)) or wrong is None:
+    """The weights of a function of projected heads that mixes items or heads."""
+    value, wrong, h, g = compared.right.case.value, compared.wrong, compared.right.spec.num_heads, compared.right.spec.num_kv_heads
+    if wrong is None or (found := _one_hot(candidate, compared, b := len(value), g)) is None:
         return None
-    found = np.zeros((b, h, case.query.shape[1], b, g, k))
-    for item, head, start in product(range(b), range(g), range(0, k, d)):
-        rows, count = np.zeros((b, k, g, d)), min(d, k - start)
-        rows[item, :, head] = np.eye(k, d, -start)
-        output = Layer.split_heads(adapter.call(replace(case.call, value=rows.reshape(b, k, width))).output, h)
-        found[..., item, head, start : start + count] = output[..., :count]
-    made = Layer.merge_heads(np.einsum("bhqcgk,cgkd->bhqd", found, Layer.split_heads(case.value, g)))
+    made = Layer.merge_heads(np.einsum("bhqcgk,cgkd->bhqd", found, Layer.split_heads(value, g)))
     if not np.abs(made - wrong.got).max() <= NEAR[compared.right.dtype] * np.abs(made).max():
         return None
     items, heads = np.arange(b)[:, None], np.arange(h)[None]
     own = found[items, heads, :, items, heads // (h // g)]
     found[items, heads, :, items, heads // (h // g)] = 0.0
-    return AppliedWeights(
-        compared.right, own, noise, "the weights that it applies, found by calls with one-hot values of one item and head", of_others=found
-    )
+    words = "the weights that it applies, found by calls with one-hot values of one item and head"
+    return AppliedWeights(compared.right, own, noise, words, of_others=found)
 
 
 def _of_moved_values(candidate: Candidate, compared: ComparedCase) -> Iterator[Array]:
