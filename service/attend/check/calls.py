@@ -67,21 +67,6 @@ class CaseResult:
         return f"{self.name:<28} error {self.error:<9.3g} tolerance {self.tolerance:<9.3g} {self.verdict}"
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """An exception of the candidate."""
-
-    case: CheckCase
-    message: str
-
-    @property
-    def hint(self) -> str | None:
-        """What may have caused it; None if nothing is known."""
-        if "Half without overflow" in self.message:  # torch's words
-            return "a number such as -1e9, in place of -inf, is larger than float16 can hold: use -inf, or torch.finfo(x.dtype).min"
-        return None if self.case.kind == "plain" else "if yours takes its mask in another shape or kind, see mask_shape and mask_dtype"
-
-
 @dataclass(slots=True)
 class Calls:
     """What the calls of a candidate gave."""
@@ -90,7 +75,7 @@ class Calls:
     results: list[CaseResult] = field(default_factory=list)
     compared: list["ComparedCase"] = field(default_factory=list)  # cases that the candidate answered with numbers
     with_sums: list["ComparedCase"] = field(default_factory=list)  # those of them with a number for each row
-    failures: list[Failure] = field(default_factory=list)
+    failures: list[tuple[CheckCase, str]] = field(default_factory=list)  # with what the candidate raised
     tried: dict[str, None] = field(default_factory=dict)  # parameters that got another value than their default
     refused: dict[str, str] = field(default_factory=dict)  # parameter -> what the candidate raised for its value
     alignments: list[Alignment] = field(default_factory=list)  # of causal calls with fewer, and with more queries than keys
@@ -131,7 +116,7 @@ class Calls:
             return CaseResult(case.name, skipped=reason, untried=True)
         except CallFailed as failure:
             if not case.may_raise and adapter.mask_role(case.kind) != "causal":  # a flag may be refused, too
-                self.failures.append(Failure(case, str(failure)))
+                self.failures.append((case, str(failure)))
                 return CaseResult(case.name, np.inf, raised=str(failure))
             changed = adapter.changed_by(case.call)
             together = (case.kind == "plain" or case.chunks) and changed <= self.tried.keys()  # values that it took in other calls

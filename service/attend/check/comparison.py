@@ -11,9 +11,9 @@ import numpy as np
 
 from attend.check.adapter import CallFailed
 from attend.check.alternatives import alternatives, in_wide_heads, raises, unexplained, with_fewest_mistakes
-from attend.check.calls import Calls, CaseResult, ComparedCase, Failure, call, call_on
+from attend.check.calls import Calls, CaseResult, ComparedCase, call, call_on
 from attend.check.candidate import Candidate
-from attend.check.cases import lengths_for
+from attend.check.cases import CheckCase, lengths_for
 from attend.check.convention import OF_MASKS, Convention, make_convention
 from attend.check.digits import has_digits_of_float32
 from attend.check.disagreements import UNEXPLAINED, disagreement, explained, first_of
@@ -116,7 +116,7 @@ def _call_in(other: Candidate | None, seed: int) -> Calls | None:
 
 def _wrong(called: Calls, in_others: Callable[[], Candidate | None], seed: int, longest: int) -> Iterator[Disagreement]:
     """What is wrong in the usual calls. `in_others`: makes the candidate in other sizes."""
-    failures = [_failure(x) for x in called.failures[:1]]
+    failures = [_failure(*x) for x in called.failures[:1]]
     if (hint := _of_pages(called, seed, longest)) is not None:
         first = next(x for x in called.compared if x.wrong is not None)
         yield replace(disagreement(first, Explanation()), hint=hint)
@@ -161,8 +161,12 @@ def _compared(called: Calls) -> Comparison:
     )
 
 
-def _failure(failure: Failure) -> Disagreement:
-    return Disagreement(failure.case.name, "output", "a result", failure.message, hint=failure.hint)
+def _failure(case: CheckCase, message: str) -> Disagreement:
+    """An exception of the candidate, and what may have caused it."""
+    hint = None if case.kind == "plain" else "if yours takes its mask in another shape or kind, see mask_shape and mask_dtype"
+    if "Half without overflow" in message:  # torch's words
+        hint = "a number such as -1e9, in place of -inf, is larger than float16 can hold: use -inf, or torch.finfo(x.dtype).min"
+    return Disagreement(case.name, "output", "a result", message, hint=hint)
 
 
 def _evidence(compared: Sequence[ComparedCase]) -> Sequence[ComparedCase]:

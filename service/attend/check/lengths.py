@@ -46,7 +46,7 @@ def draw_sweeps(draw: Draw, roles: Mapping[str, str], longest: int, *, takes_hea
     lengths = sorted({rows for n in LENGTHS if (rows := draw.lengths.whole(n)) <= longest})
     longest = longest // draw.lengths.tile * draw.lengths.tile
     if longest >= TILES[0] and all(extent.negative for extent in draw.spec.extents):  # else the number of rows is fixed
-        yield Sweep("lengths", (*(_apart if draw.keys_apart else _together)(draw, roles, lengths),))
+        yield Sweep("lengths", (*_of_lengths(draw, roles, lengths),))
         if longest > LENGTHS[-1] and draw.keys_apart:
             yield Sweep("many keys or queries", (*_long_apart(draw, longest, takes_masks=takes_masks),))
         elif longest > LENGTHS[-1]:
@@ -61,26 +61,16 @@ def draw_sweeps(draw: Draw, roles: Mapping[str, str], longest: int, *, takes_hea
         yield Sweep("distant positions", (*_distant(draw),))
 
 
-def _apart(draw: Draw, roles: Collection[str], lengths: Sequence[int]) -> Iterator[CheckCase]:
-    """Every length of keys with few queries, of queries with few keys, and some of both; rows of one large case."""
+def _of_lengths(draw: Draw, roles: Collection[str], lengths: Sequence[int]) -> Iterator[CheckCase]:
+    """As many queries as keys, of every length; or every length of keys with few queries, of queries with few keys, and some of both. Then
+    calls with a causal flag, if there is one. All are rows of one large case."""
     whole = draw.case("", "plain", lengths[-1], queries=lengths[-1], batch=1, group="lengths")
-    pairs = [(FEW_QUERIES, n) for n in lengths] + [(1, n) for n in OF_ONE_QUERY] + [(n, FEW_KEYS) for n in lengths]
-    pairs = [(draw.lengths.whole(queries), draw.lengths.whole(keys)) for queries, keys in (*pairs, *BOTH)]
+    few = [(FEW_QUERIES, n) for n in lengths] + [(1, n) for n in OF_ONE_QUERY] + [(n, FEW_KEYS) for n in lengths]
+    pairs = [*few, *BOTH] if draw.keys_apart else [(n, n) for n in lengths]
+    pairs = [(draw.lengths.whole(queries), draw.lengths.whole(keys)) for queries, keys in pairs]
     yield from (_rows(whole, *pair) for pair in dict.fromkeys(pairs) if max(pair) <= lengths[-1])
-    yield from _causal(draw, roles, whole)
-
-
-def _together(draw: Draw, roles: Collection[str], lengths: Sequence[int]) -> Iterator[CheckCase]:
-    """As many queries as keys, of every length."""
-    whole = draw.case("", "plain", lengths[-1], queries=lengths[-1], batch=1, group="lengths")
-    yield from (_rows(whole, n, n) for n in lengths)
-    yield from _causal(draw, roles, whole)
-
-
-def _causal(draw: Draw, roles: Collection[str], whole: CheckCase) -> Iterator[CheckCase]:
-    """Calls with a causal flag, if there is one."""
     for n in map(draw.lengths.whole, CAUSAL if "causal" in roles and not draw.causal else ()):
-        if n <= whole.key.shape[1]:
+        if n <= lengths[-1]:
             yield replace(_rows(whole, n, n), name=f"{n} keys, causal", causal=True, passed={"causal": True}).seeing()
 
 
