@@ -10,7 +10,7 @@ import numpy as np
 
 from attend.check.arrays import as_array
 from attend.check.cases import CaseKind, CheckCase
-from attend.check.convention import ROPE_TABLES, Convention, Polarity, mask_polarity
+from attend.check.convention import POLARITY_OF, ROPE_TABLES, Convention, Polarity
 from attend.check.layer import Layer
 from attend.check.pages import in_pages, page_table
 from attend.check.rope_tables import turns
@@ -69,7 +69,8 @@ class Arguments:
 
     def polarity(self, role: str) -> Polarity:
         """What true in the mask of the role mask or padding means."""
-        return mask_polarity(self.convention, self.roles[role], padding=role == "padding") or "attend"
+        means: Polarity | None = getattr(self.convention, f"{role}_means")
+        return means or POLARITY_OF.get(self.roles[role], "attend")
 
     def mask_role(self, kind: CaseKind) -> str | None:
         """The role of the parameter that takes the mask of such a case; None where the candidate has none, or the case is plain."""

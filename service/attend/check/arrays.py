@@ -20,7 +20,10 @@ def as_array(x: Array, dtype: str, framework: str, device: Any = None) -> Any:
 
         return torch.tensor(np.asarray(x, order="C"), dtype=getattr(torch, dtype), device=device)
     array = x.astype(BY_TORCH[dtype].numpy if dtype in BY_TORCH else dtype, order="C")
-    return array if framework == "numpy" else _array_function(framework)(array)
+    if framework == "numpy":
+        return array
+    module, name = ARRAYS[framework]
+    return getattr(import_module(module), name)(array)
 
 
 def as_float64(x: Any) -> Array:
@@ -30,13 +33,6 @@ def as_float64(x: Any) -> Array:
     elif not hasattr(x, "__array__") and hasattr(x, "__dlpack__"):
         x = np.from_dlpack(x)
     return np.array(x, np.float64)
-
-
-def _array_function(framework: str) -> Callable[[Array], Any]:
-    """The function of a framework that makes its arrays of NumPy's."""
-    module, name = ARRAYS[framework]
-    function: Callable[[Array], Any] = getattr(import_module(module), name)
-    return function
 
 
 @cache

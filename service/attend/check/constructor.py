@@ -57,9 +57,7 @@ OTHERS: dict[str, Any] = {  # names in configurations and required parameters th
     "layer_norm_eps": 1e-5, "layer_norm_epsilon": 1e-5, "rms_norm_eps": 1e-6, "norm_eps": 1e-6, "seed": 0, "rng": None,
     "initializer_range": 0.02, "chunk_size_feed_forward": 0,
 }  # fmt: skip
-SWITCHES = frozenset(
-    ["is_decoder", "flash", "masked", "mask", "causal", "rope_scaling", "sliding_window", "attn_logit_softcapping"]
-)  # None or False above
+SWITCHES = {name for name, value in OTHERS.items() if (value is None or value is False) and name != "rng"}
 USUAL = {"theta": 1e4, "buckets": 32, "max_distance": 128}  # what a configuration is asked for that the layer does not say
 CONFIGURATION = re.compile("(.*_)?(config|configuration|cfg|conf|args|params|hparams|opts?|options|hp)")
 SIZES = ("d_model", "num_heads", "head_dim", "length", "num_kv_heads")  # what a name that says nothing may stand for

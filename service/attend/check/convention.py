@@ -118,6 +118,9 @@ OF_MASKS = {  # role of the parameter -> its conventions
 }
 
 
+POLARITY_OF: dict[str, Polarity] = {"attend_mask": "attend", "block_mask": "block"}  # name of a mask -> what it says of true in it
+
+
 def mask_conventions(role: str, convention: Convention) -> Iterator[Convention]:
     """The conventions that the mask of this role may have, the most common first."""
     shapes: Sequence[Any] = get_args(MaskShape) if role == "mask" else (convention.mask_shape,)
@@ -325,9 +328,3 @@ def other_parameters(signature: inspect.Signature, roles: Mapping[str, str]) -> 
     """The parameters that have a default and no role: no call passes them."""
     kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return tuple(name for name, parameter in signature.parameters.items() if parameter.kind not in kinds and name not in roles.values())
-
-
-def mask_polarity(convention: Convention, name: str, padding: bool = False) -> Polarity | None:
-    """The meaning of true in the mask `name`; None if neither its name nor the convention states it."""
-    named: dict[str, Polarity] = {"attend_mask": "attend", "block_mask": "block"}
-    return (convention.padding_means if padding else convention.mask_means) or named.get(name)

@@ -71,9 +71,9 @@ def fitted_factors(right: Computation, results: Mapping[str, Array]) -> Iterator
         return
     bias = right.weights.get("output.bias", np.zeros(1))
     for place, change, wrong, shift in (
-        ("the weights", _times_weights, "({factor} · softmax(S)) V", bias),
-        ("the outputs of the heads", _times_heads, "{factor} · softmax(S) V", bias),
-        ("the output", _times_output, "{factor} · (concat(o) W_o + b_o)", np.zeros(1)),
+        ("the weights", lambda by: _times(by, "mixed_weights"), "({factor} · softmax(S)) V", bias),
+        ("the outputs of the heads", lambda by: _times(by, "apply_weights"), "{factor} · softmax(S) V", bias),
+        ("the output", lambda by: lambda c: replace(c, factor=by), "{factor} · (concat(o) W_o + b_o)", np.zeros(1)),
     ):
         one, other = expected - shift, results["output"] - shift
         near = IN_HALF if right.dtype in HALF else 1e-5
@@ -99,19 +99,8 @@ def _short(factor: float, near: float) -> float:
     return min(found, key=lambda x: (x[0], abs(x[1] - factor)))[1] if found else factor
 
 
-def _times_weights(factor: float) -> Change:
-    def mixed_weights(layer: Layer, weights: Array, blocked: Array) -> Array:
-        return factor * Layer.mixed_weights(layer, weights, blocked)
-
-    return replace_steps(mixed_weights=mixed_weights)
-
-
-def _times_heads(factor: float) -> Change:
-    return replace_steps(apply_weights=lambda layer, weights, values: factor * Layer.apply_weights(layer, weights, values))
-
-
-def _times_output(factor: float) -> Change:
-    return lambda c: replace(c, factor=factor)
+def _times(factor: float, method: str) -> Change:
+    return replace_steps(**{method: lambda layer, *operands: factor * getattr(Layer, method)(layer, *operands)})
 
 
 def _factor_of_output(right: Computation, output: Array) -> float | None:

@@ -206,16 +206,9 @@ class Layer(NumpyArithmetic):
         return np.asarray(values["scores"])
 
     @reused(*STEPS, "raw_scores")
-    def mixed_scores(self, q: Array, k: Array) -> Array:
-        """Scores after the scale, before biases."""
-        values = self.values | {"scores": self.values["scale"] * self.raw_scores(q, k)}
-        self.run(self.steps["mixed scores"], values)
-        return np.asarray(values["scores"])
-
-    @reused(*STEPS, "raw_scores", "mixed_scores")
     def masked_scores(self, q: Array, k: Array, biases: Array, visible: Array) -> Array:
         """Scores as the softmax gets them, with biases, and -inf where a key is not visible."""
-        values = self.values | {"scores": self.mixed_scores(q, k), "score_bias": biases, "visible": visible}
+        values = self.values | {"scores": self.values["scale"] * self.raw_scores(q, k), "score_bias": biases, "visible": visible}
         self.run(self.steps["scores"], values)
         return np.asarray(values["scores"])
 
@@ -266,8 +259,7 @@ def _steps_of(spec: LayerSpec, features: frozenset[str]) -> Mapping[str, Sequenc
             *(*sections["visible"], *without("bias", "sum_biases")),
         ],
         "terms": [*steps("positioned heads", "distance_vectors"), *steps("raw scores", "add_terms")],
-        "mixed scores": [*sections["capped"], *sections["mixed"]],
-        "scores": sections["scores"],
+        "scores": [*sections["capped"], *sections["mixed"], *sections["scores"]],
         "sigmoid": steps("softmax", "sigmoid"),
         "mix_weights": steps("weights", "mix_weights"),
         "after weights": [*steps("softmax", "fill"), *without("weights", "mix_weights")],

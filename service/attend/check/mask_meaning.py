@@ -12,7 +12,7 @@ import numpy as np
 
 from attend.check.adapter import CallFailed
 from attend.check.cases import CaseKind, CheckCase
-from attend.check.convention import Convention, mask_conventions, mask_of_memory, mask_polarity
+from attend.check.convention import POLARITY_OF, Convention, mask_conventions, mask_of_memory
 from attend.check.trial import Trial, changed_rows, perturbed
 
 MEANS = {"attend": "means attend", "block": "means blocked", "add": "is added to the scores"}
@@ -40,7 +40,7 @@ def meanings_of_mask(trial: Trial, role: str, convention: Convention) -> list[tu
         taken += [x for x in readings if _accepts(trial, x, role)] or [convention]
     by_meaning = {getattr(x, option): x for x in reversed(taken)}
     in_order = sorted(by_meaning.values(), key=taken.index)
-    said = option in convention.given or mask_polarity(Convention(), name) is not None
+    said = option in convention.given or name in POLARITY_OF
     found = [(x, "" if said else _words(trial, role, x, name, found=first is not None)) for x in in_order]
     replaces = f"{name} takes the place of its causality"
     return [(x, "; ".join(filter(None, (words, replaces if x in alone else "")))) for x, words in found]
@@ -59,7 +59,7 @@ def _words(trial: Trial, role: str, convention: Convention, name: str, *, found:
 
 def _readings(trial: Trial, role: str, convention: Convention) -> list[Convention]:
     """What a mask may be that its name allows: over keys alone only if none over queries and keys is taken, where more shows."""
-    named = mask_polarity(Convention(), trial.prepare(convention).adapter.roles[role])
+    named = POLARITY_OF.get(trial.prepare(convention).adapter.roles[role])
     readings = [x for x in mask_conventions(role, convention) if named in (None, getattr(x, f"{role}_means"))]
     over_pairs = [x for x in readings if _kind(role, x) == "mask"]
     return over_pairs if any(_accepts(trial, x, role) for x in over_pairs) else readings

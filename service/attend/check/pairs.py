@@ -179,9 +179,10 @@ def _of_places(distance: Array, has: Array, aligned: str) -> Iterator[tuple[str,
     yield f"the keys {begin} to {end} of each query i{aligned}", (distance >= first) & (distance <= last)
 
 
-def and_others(count: int) -> str:
-    """What follows the first of so many things."""
-    return f", and {count - MOST_LISTED} other{'s' * (count > MOST_LISTED + 1)}" if count > MOST_LISTED else ""
+def shortened(words: Sequence[str], most: int = MOST_LISTED) -> str:
+    """The first of these, and the number of the others."""
+    others = len(words) - most
+    return ", ".join(words[:most]) + (f", and {others} other{'s' * (others > 1)}" if others > 0 else "")
 
 
 def key_in_words(j: int, n: int) -> str:

@@ -58,15 +58,15 @@ def draw_parameter_cases(
     """
     queries, key_0, moves = draw.queries, np.arange(draw.queries) == 0, aligned == "bottom-right"
     with_key_0 = draw.mask(queries) | key_0  # so that a row has a key, whatever else is blocked
+    masks: tuple[tuple[CaseKind, str, Array], ...] = (
+        ("causal", "a causal mask", np.tri(queries, dtype=bool)),  # as a hint to torch.nn.MultiheadAttention, which needs both
+        ("mask", "a mask", with_key_0),
+        ("padding", "padded keys", draw.padding()),
+    )
     settings = [*draw_settings(draw, names)]
     for setting in settings:
         more = setting.of_case
         yield draw.case(setting.words, "plain", queries, **more)
-        masks: tuple[tuple[CaseKind, str, Array], ...] = (
-            ("causal", "a causal mask", np.tri(queries, dtype=bool)),  # as a hint to torch.nn.MultiheadAttention, which needs both
-            ("mask", "a mask", with_key_0),
-            ("padding", "padded keys", draw.padding()),
-        )
         for kind, words, mask in masks:
             excludes = setting.causal and mask_of.get(kind) == "mask"
             if moves and mask_of.get(kind) == "lengths" and (setting.causal or "window" in setting.passed):
@@ -102,10 +102,9 @@ def draw_parameter_cases(
     if "return_weights" in names:
         of_case: dict[str, Any] = {"group": "parameters", "passed": {"return_weights": False}}
         yield draw.case("weights not returned", "plain", queries, **of_case)
-        if "mask" in mask_of:
-            yield draw.case("weights not returned with a mask", "mask", queries, with_key_0, **of_case)
-        if "padding" in mask_of:
-            yield draw.case("weights not returned with padded keys", "padding", queries, draw.padding(), **of_case)
+        for kind, words, mask in masks[1:]:
+            if kind in mask_of:
+                yield draw.case(f"weights not returned with {words}", kind, queries, mask, **of_case)
     if "padding" in mask_of:  # one of which the first mask of this shape is kept shows
         padded = draw.case("other padded keys", "padding", queries, draw.padding(shorter=1), group="parameters")
         yield from [] if padded.reference(draw.spec, draw.weights).fully_masked_rows else [padded]

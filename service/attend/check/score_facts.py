@@ -11,7 +11,7 @@ from itertools import pairwise
 import numpy as np
 
 from attend.check.compared_weights import ComparedWeights, by_head, by_key, by_place, centred, in_digits
-from attend.check.pairs import MOST_LISTED, TILES, and_others, descriptions, first_of, key_in_words, listed, verb_after
+from attend.check.pairs import MOST_LISTED, TILES, descriptions, first_of, key_in_words, listed, shortened, verb_after
 
 FEWEST = 4  # numbers that show that a key has the scores of another one
 
@@ -160,7 +160,7 @@ def _other_keys(seen: ComparedWeights) -> Iterator[str]:
             return
         other, at = found[0]
         shown.append(f"{key_in_words(int(j), n)} of item {item} has the scores of {key_in_words(int(at), n)} of item {other}")
-    yield ", ".join(shown[:MOST_LISTED]) + and_others(len(shown))
+    yield shortened(shown)
 
 
 def _where(seen: ComparedWeights) -> Iterator[str]:

@@ -11,7 +11,7 @@ import numpy as np
 from attend.check.algebra.orders import ORDERS, SAME
 from attend.check.applied_weights import AppliedWeights
 from attend.check.compared_weights import ComparedWeights, in_digits
-from attend.check.pairs import MOST_LISTED, TILES, and_others, descriptions, key_in_words, listed, verb_after
+from attend.check.pairs import TILES, descriptions, key_in_words, listed, shortened, verb_after
 from attend.check.score_facts import facts_of_gained_scores, facts_of_scores
 from attend.tensors import Array
 
@@ -54,7 +54,7 @@ def _masks(seen: ComparedWeights) -> Iterator[str]:
             return
         if same[0] != b:
             moved.append(f"head {h} of item {b} that of item {same[0]}")
-    yield f"heads have the mask of another item: {', '.join(moved[:MOST_LISTED])}{and_others(len(moved))}"
+    yield f"heads have the mask of another item: {shortened(moved)}"
     yield "heads have the mask of another item"
 
 
@@ -69,7 +69,7 @@ def _of_others(applied: AppliedWeights) -> Iterator[str]:
         words = key_in_words(keys[0], n) if len(keys) == 1 else "all keys" if len(keys) == n else listed(keys, "key")
         used += [f"those of {words} of item {c} in item {b}"] if b != c else []
     if used:
-        yield f"values of other items get weight: {', '.join(used[:MOST_LISTED])}{and_others(len(used))}"
+        yield f"values of other items get weight: {shortened(used)}"
         yield "values of other items get weight"
 
 
@@ -96,14 +96,10 @@ def _orders(seen: ComparedWeights) -> Iterator[str]:
             continue
         for words, (_, order) in (SAME | ORDERS).items():
             if places == [*order(len(places))]:
-                is_one = words in SAME
-                yield (
-                    f"all {several} have the weights of the {words}"
-                    if is_one
-                    else f"the weights of the {several} are in another order: {words}"
-                )
+                same = f"all {several} have the weights of the {words}"
+                yield same if words in SAME else f"the weights of the {several} are in another order: {words}"
         moved = [f"{name} {i} has the weights of {name} {j}" for i, j in enumerate(places) if i != j]
-        yield ", ".join(moved[:MOST_LISTED]) + and_others(len(moved))
+        yield shortened(moved)
 
 
 def _same(one: Array, two: Array) -> bool:
