@@ -2,15 +2,12 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from typing import Any
 
 from attend.check.calls import call
 from attend.check.disagreements import UNEXPLAINED, divergence_of
 from attend.check.families import most_common_of_each_kind, with_positions
 from attend.check.fitting import width_of_scale
 from attend.check.lengths import resized
-from attend.check.preparation import prepare
 from attend.check.report import Comparison
 from attend.check.requirements import USUAL_HEADS
 from attend.check.tried import Tried
@@ -22,60 +19,55 @@ def unexplained(comparison: Comparison) -> int:
     return sum((x.hint or "").startswith(UNEXPLAINED) for x in comparison.disagreements)
 
 
-def raises(comparison: Comparison) -> bool:
-    """Whether the candidate raised in a case that it has to compute."""
-    return any(x.raised for x in comparison.results)
-
-
-def alternatives(loaded: Any, tried: Tried, comparison: Comparison, seed: int) -> Iterator[Tried]:
+def alternatives(tried: Tried, comparison: Comparison) -> Iterator[Tried]:
     """What a wrong candidate may be meant to be, if no mistake gives its numbers: causal, which a mistake hides, or with positions."""
     if not unexplained(comparison):
         return
-    convention, prepared = tried.convention, prepare(loaded, tried.spec, tried.convention, seed)
+    convention, prepared = tried.convention, tried.prepare()
     if tried.spec is None:
-        for windowed in with_and_without_window(loaded, prepared, convention):
+        for windowed in with_and_without_window(tried.candidate, prepared, convention):
             if windowed.window and (windowed.window[1] is None) is convention.causal:
-                yield replace(tried, convention=windowed, found=(*tried.found, window_in_words(windowed)))
+                yield tried.but(window_in_words(windowed), convention=windowed)
     if comparison.results[0].agrees:
         return
     if not convention.causal and "causal" not in convention.given and not {"mask", "causal"} & prepared.adapter.roles.keys():
-        yield replace(tried, convention=convention.tried(causal=True), found=(*tried.found, "it is always causal"))
+        yield tried.but("it is always causal", convention=convention.tried(causal=True))
     if tried.spec is None:
-        others = [replace(tried, spec=spec, found=(*tried.found, f"it has {name}")) for name, spec in with_positions(prepared.spec)]
+        others = [tried.but(f"it has {name}", spec=spec) for name, spec in with_positions(prepared.spec)]
         steps: dict[int, Tried] = {}
         for other in (tried, *others):
             with suppress(ValueError):
-                steps.setdefault(_steps_in(loaded, other, seed), other)
+                steps.setdefault(_steps_in(other), other)
         most, usual = steps[max(steps)], most_common_of_each_kind([other.spec for other in others if other.spec])
         yield from (most,) if most is not tried else (other for other in others if other.spec in usual)
 
 
-def in_wide_heads(loaded: Any, tried: Tried, comparison: Comparison, seed: int) -> Iterator[Tried]:
+def in_wide_heads(tried: Tried, comparison: Comparison) -> Iterator[Tried]:
     """A candidate that has the scale of heads of one width in all, with heads of this width, if that is all that is wrong."""
     if len(comparison.disagreements) != 1 or (made := comparison.disagreements[0].explanation.made) is None:
         return
-    prepared = prepare(loaded, tried.spec, tried.convention, seed)
+    prepared = tried.prepare()
     with prepared.evaluating():
-        right = call(prepared, next(iter(prepared.draw_cases(seed, {"short"})))).right
+        right = call(prepared, next(iter(prepared.draw_cases(tried.seed, {"short"})))).right
     if (width := width_of_scale(made, right)) is not None:
         spec, heads = tried.spec, prepared.spec.num_heads
         spec = resized(spec, heads, prepared.spec.num_kv_heads, width) if spec else None
         convention = tried.convention.tried(d_model=width * (tried.convention.num_heads or USUAL_HEADS))
         found = f"its scores are divided by {width**0.5:.4g}, as those of heads of {width} numbers are, which it gets"
-        yield replace(tried, convention=convention, spec=spec, found=(*tried.found, found))
+        yield tried.but(found, convention=convention, spec=spec)
 
 
-def with_fewest_mistakes(loaded: Any, compared: Sequence[tuple[Comparison, Tried]], seed: int) -> tuple[Comparison, Tried]:
+def with_fewest_mistakes(compared: Sequence[tuple[Comparison, Tried]]) -> tuple[Comparison, Tried]:
     """The first of the comparisons that fewest mistakes explain; if none is explained, the one of whose layer most steps occur."""
     explained = [x for x in compared if not unexplained(x[0])]
     if explained:
         return min(explained, key=lambda x: len(x[0].disagreements))
-    return max(compared, key=lambda x: _steps_in(loaded, x[1], seed))
+    return max(compared, key=lambda x: _steps_in(x[1]))
 
 
-def _steps_in(loaded: Any, tried: Tried, seed: int) -> int:
+def _steps_in(tried: Tried) -> int:
     """How many steps of the layer occur in what the candidate makes in the first call; 0 if that cannot be recorded."""
-    prepared = prepare(loaded, tried.spec, tried.convention, seed)
+    prepared = tried.prepare()
     with prepared.evaluating():
-        divergence = divergence_of(prepared, next(iter(prepared.draw_cases(seed, {"short"}))))
+        divergence = divergence_of(prepared, next(iter(prepared.draw_cases(tried.seed, {"short"}))))
     return 0 if divergence is None else divergence.occurring

@@ -83,10 +83,6 @@ class Calls:
     widths: set[int] = field(default_factory=set)  # of heads
     slowest: tuple[int, float] = (1, 0.0)  # pairs of rows of the largest call, and its seconds
 
-    def compare(self, case: CheckCase) -> None:
-        """Calls the candidate on a case, and adds what came of it."""
-        self.results.append(self.result_of(case))
-
     @property
     def agree(self) -> bool:
         """Whether no call was wrong, and one was right."""
@@ -256,11 +252,12 @@ def _bounds(name: str, expected: Expected, moved: Spread | None) -> tuple[float,
 def call_on(candidate: Candidate, seed: int, groups: Collection[Group] = GROUPS, *, longest: int = 0, until_wrong: bool = False) -> Calls:
     """What the calls of these groups gave, of at most `longest` keys in long ones; `until_wrong`: the first of them, up to a wrong one."""
     called = Calls(candidate)
-    for case in candidate.draw_cases(seed, groups):
-        if case.group != "long" or case.key.shape[1] <= longest:
-            called.compare(case)
-        if until_wrong and called.compared and not called.agree:
-            break
+    with candidate.evaluating():
+        for case in candidate.draw_cases(seed, groups):
+            if case.group != "long" or case.key.shape[1] <= longest:
+                called.results.append(called.result_of(case))
+            if until_wrong and called.compared and not called.agree:
+                break
     return called
 
 

@@ -93,6 +93,11 @@ class Candidate:
         for sweep in (*draw_sweeps(self.draw(seed), adapter.roles, longest, **takes), *heads):
             yield replace(sweep, cases=tuple(map(self.as_passed, sweep.cases)))
 
+    def lengths(self, *, larger: bool = False) -> Lengths:
+        """Those of short cases (`lengths_for`)."""
+        convention = self.adapter.convention
+        return lengths_for(self.spec, batched=convention.batched, tile=convention.tile, larger=larger)
+
     def draw(self, seed: int, lengths: Lengths | None = None) -> Draw:
         """What draws the cases of this candidate."""
         roles, convention = self.adapter.roles.keys(), self.adapter.convention
@@ -108,7 +113,7 @@ class Candidate:
             spec=self.spec,
             weights=self.weights,
             rng=np.random.default_rng(seed),
-            lengths=lengths or lengths_for(self.spec, batched=convention.batched, tile=convention.tile),
+            lengths=lengths or self.lengths(),
             dtype=self.adapter.dtype,
             causal=convention.causal,
             masks_alone=tuple(kind for kind in masks if convention.mask_replaces_causality and self.adapter.mask_role(kind) == "mask"),

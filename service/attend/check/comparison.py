@@ -10,28 +10,24 @@ from typing import Any
 import numpy as np
 
 from attend.check.adapter import CallFailed
-from attend.check.alternatives import alternatives, in_wide_heads, raises, unexplained, with_fewest_mistakes
+from attend.check.alternatives import alternatives, in_wide_heads, unexplained, with_fewest_mistakes
 from attend.check.calls import Calls, CaseResult, ComparedCase, call, call_on
 from attend.check.candidate import Candidate
-from attend.check.cases import CheckCase, lengths_for
-from attend.check.convention import OF_MASKS, Convention, make_convention
+from attend.check.cases import CheckCase
+from attend.check.convention import OF_MASKS, make_convention
 from attend.check.digits import has_digits_of_float32
 from attend.check.disagreements import UNEXPLAINED, disagreement, explained, first_of
-from attend.check.explanation import Explanation
 from attend.check.families import layer_of, sizes_in_words
 from attend.check.further import LOOKS, Extent
 from attend.check.further.alignment import causality
 from attend.check.lengths import LONGEST, is_known_in_others
 from attend.check.loading import as_callable, load_candidate
-from attend.check.low_precision import HALF
-from attend.check.preparation import prepare
 from attend.check.report import Comparison, Disagreement
 from attend.check.rounded_steps import rounded_steps
 from attend.check.signatures import with_signature
 from attend.check.sizes import in_other_sizes
 from attend.check.tried import Tried, try_conventions
 from attend.check.unnamed import with_weights
-from attend.check.windows import with_window
 from attend.spec import LayerSpec
 
 CHANGING = "a second call with the same inputs returns other numbers: dropout is active, or a call leaves something behind for the next one"
@@ -59,70 +55,52 @@ def compare(
     convention = with_signature(loaded, make_convention(options))
     given, is_causal = layer_of(spec, takes_heads=convention.like is not None)
     first, *others = try_conventions(loaded, given, convention, seed, is_causal=is_causal)
-    look = partial(_compare, loaded, has_spec=given is not None, seed=seed, longest=longest, backward=backward)
+    look = partial(_compare, longest=longest, backward=backward)
     comparison = look(first)
     if len(comparison.disagreements) > (not unexplained(comparison)):
-        others += alternatives(loaded, first, comparison, seed)
+        others += alternatives(first, comparison)
         compared = [(comparison, first)]
         for other in others:
             with suppress(ValueError):
-                if not raises(another := look(other)) or raises(comparison):  # it can be called as the first
+                if not (another := look(other)).has_raised or comparison.has_raised:  # it can be called as the first
                     compared.append((another, other))
-        comparison, first = with_fewest_mistakes(loaded, compared, seed)
-    for other in in_wide_heads(loaded, first, comparison, seed) if given is None else ():
+        comparison, first = with_fewest_mistakes(compared)
+    for other in in_wide_heads(first, comparison) if given is None else ():
         with suppress(ValueError):
             if (another := look(other)).agrees:
                 comparison, first = another, other
     comparison = replace(comparison, layer=sizes_in_words(spec, given) if isinstance(spec, str) and given else "")
-    return with_weights(loaded, first, comparison, seed, longest)
+    return with_weights(first, comparison, longest)
 
 
-def _compare(loaded: Any, tried: Tried, *, has_spec: bool, seed: int, longest: int, backward: bool) -> Comparison:
+def _compare(tried: Tried, *, longest: int, backward: bool) -> Comparison:
     """The comparison of a candidate with the layer that it was tried as."""
-    prepared = prepare(loaded, tried.spec, tried.convention, seed)
-    in_others = partial(in_other_sizes, loaded, tried.spec, tried.convention, prepared, seed)
+    prepared, seed = tried.prepare(), tried.seed
+    in_others = partial(in_other_sizes, tried, prepared)
     with prepared.evaluating():
         called = call_on(prepared, seed, longest=longest)
-        in_another = (
-            _call_in(in_others(), seed) if called.agree and isinstance(loaded, type) and is_known_in_others(prepared.spec) else None
-        )
-        constructor = loaded if isinstance(loaded, type) and not has_spec else None
-        extent = Extent(seed, longest, partial(_prepare, loaded, tried.spec, seed), backward, in_another, constructor)
+        other = in_others() if called.agree and isinstance(tried.candidate, type) and is_known_in_others(prepared.spec) else None
+        in_another = None if other is None else call_on(other, seed, ["short"])
+        extent = Extent(tried, longest, backward, in_another)
         disagreements = [x for look in LOOKS if (x := look(called, extent)) is not None][:1] if called.agree else []
         if any(map(has_digits_of_float32, filter(None, (called, in_another)))):
-            convention = replace(tried.convention, dtype="float32")
-            tried = replace(tried, convention=convention, found=(*tried.found, "its numbers have the digits of float32"))
-            return _compare(loaded, tried, has_spec=has_spec, seed=seed, longest=longest, backward=backward)
+            tried = tried.but("its numbers have the digits of float32", convention=replace(tried.convention, dtype="float32"))
+            return _compare(tried, longest=longest, backward=backward)
         if not called.agree:
             disagreements = [*_wrong(called, in_others, seed, longest)]
-    rounding = "" if disagreements else _rounding(called.compared)
+    rounding = "" if disagreements else rounded_steps(called.compared)
     return replace(_compared(called), found=tried.found, disagreements=tuple(disagreements), rounding=rounding)
-
-
-def _prepare(loaded: Any, spec: LayerSpec | None, seed: int, convention: Convention, *, further: int = 0, **fields: Any) -> Candidate:
-    """The candidate by another convention, and the layer with its window and these fields. `further`: another seed of its weights."""
-    if spec is not None:
-        spec = LayerSpec.model_validate(with_window(spec, convention).model_dump(exclude_unset=True) | fields)
-    return prepare(loaded, spec, convention, seed + further)
-
-
-def _call_in(other: Candidate | None, seed: int) -> Calls | None:
-    """What the short calls of the candidate in another size gave; None if it takes none."""
-    if other is None:
-        return None
-    with other.evaluating():
-        return call_on(other, seed, ["short"])
 
 
 def _wrong(called: Calls, in_others: Callable[[], Candidate | None], seed: int, longest: int) -> Iterator[Disagreement]:
     """What is wrong in the usual calls. `in_others`: makes the candidate in other sizes."""
     failures = [_failure(*x) for x in called.failures[:1]]
     if (hint := _of_pages(called, seed, longest)) is not None:
-        first = next(x for x in called.compared if x.wrong is not None)
-        yield replace(disagreement(first, Explanation()), hint=hint)
+        yield disagreement(next(x for x in called.compared if x.wrong is not None), hint=hint)
         return
-    if (changing := _keeping(called.prepared, called.compared, seed) or _changing(called.prepared, called.compared)) is not None:
-        yield changing
+    first = next((x for x in called.compared if x.wrong is not None and x.has_shapes), None)
+    if first is not None and (hint := _keeping(called.prepared, first, seed) or _changing(called.prepared, first)):
+        yield disagreement(first, hint=hint)
     else:
         yield from (_with_cases(x, called.compared) for x in explained(called.prepared, _evidence(called.compared), in_others, seed))
     yield from failures
@@ -184,40 +162,29 @@ def _with_cases(found: Disagreement, compared: Sequence[ComparedCase]) -> Disagr
     return replace(found, hint=f"{found.hint}; wrong: {first_of(wrong)}; right: {first_of(right)}")
 
 
-def _rounding(compared: Sequence[ComparedCase]) -> str:
-    """Which steps a half-precision candidate rounds; empty if its numbers do not show it, or in a higher precision."""
-    clear = [(x.right, x.outputs[0].got) for x in compared if x.right.dtype in HALF and not x.outputs[0].vague]
-    return rounded_steps(clear)
-
-
-def _changing(prepared: Candidate, compared: Sequence[ComparedCase]) -> Disagreement | None:
-    """The first disagreement, if a second call with the same inputs returns other numbers; then no mistake can explain them."""
-    first = next((x for x in compared if x.wrong is not None and x.has_shapes), None)
-    if first is None:
-        return None
+def _changing(prepared: Candidate, first: ComparedCase) -> str | None:
+    """What is said if a second call with the same inputs returns other numbers; then no mistake can explain them."""
     with suppress(CallFailed):
         again = call(prepared, first.right.case)
         compared_twice = [(one, two) for one, two in zip(first.outputs, again.outputs, strict=True) if one.got.shape == two.got.shape]
         pairs = (replace(one, got=np.nan_to_num(one.got), expected=np.nan_to_num(two.got)) for one, two in compared_twice)  # NaN repeats
         if any(pair.error > pair.tolerance for pair in pairs):
-            return replace(disagreement(first, Explanation()), hint=CHANGING)
+            return CHANGING
     return None
 
 
-def _keeping(prepared: Candidate, compared: Sequence[ComparedCase], seed: int) -> Disagreement | None:
-    """The first disagreement, if an opposite mask changes no number after a call of that shape, whose numbers are those of its own mask."""
-    first, convention = next((x for x in compared if x.wrong is not None and x.has_shapes), None), prepared.adapter.convention
-    if first is None or prepared.adapter.mask_role(kind := first.right.case.kind) not in OF_MASKS:
+def _keeping(prepared: Candidate, first: ComparedCase, seed: int) -> str | None:
+    """What is said if an opposite mask changes no number after a call of that shape, whose numbers are those of its own mask."""
+    if prepared.adapter.mask_role(kind := first.right.case.kind) not in OF_MASKS:
         return None
-    new = lengths_for(prepared.spec, batched=convention.batched, tile=convention.tile, larger=True)
-    case = next((x for x in prepared.draw_cases(seed, {"short"}, new) if x.kind == kind), None)
+    case = next((x for x in prepared.draw_cases(seed, {"short"}, prepared.lengths(larger=True)) if x.kind == kind), None)
     with suppress(CallFailed):
         if case is not None:
             one, two = (call(prepared, x) for x in (case, replace(case, mask=~case.mask)))
             own = (replace(one.right, case=case.seeing(mask=mask)).run() for mask in (case.mask, ~case.mask))  # whatever true in it means
             is_own = any(x.agrees("output", one.outputs[0].got) for x in own)
             if is_own and replace(two.outputs[0], expected=one.outputs[0].got).error <= one.outputs[0].tolerance:
-                return replace(disagreement(first, Explanation()), hint=KEEPING)
+                return KEEPING
     return None
 
 

@@ -70,7 +70,7 @@ class Expected:
         if self.is_vague:
             return False
         same_shape = [(x, results[name], name) for name, x in self.outputs.items() if name in results and results[name].shape == x.shape]
-        near = {name: 1e-2 * max(self.largest[name], _largest(got)) for _, got, name in same_shape}
+        near = {name: 1e-2 * max(self.largest[name], largest_of(got)) for _, got, name in same_shape}
         return any((np.isfinite(x) & ~(np.abs(x - got) <= near[name])).any() for x, got, name in same_shape)
 
     def largest_tolerance(self, name: str) -> float:
@@ -168,7 +168,7 @@ class Computation:
         unit, draw = 2.0**-52 if self.dtype == "float64" else 2.0**-23, np.random.default_rng(0).uniform
         moved = {name: x * (1 + unit * draw(-1, 1, x.shape)) for name in ("query", "key", "value") for x in [getattr(self.case, name)]}
         one, two = self.outputs(), replace(self, case=replace(self.case, **moved)).outputs()
-        return {name: 16 * _largest(two[name] - x) for name, x in one.items()}
+        return {name: 16 * largest_of(two[name] - x) for name, x in one.items()}
 
     def noise(self) -> dict[str, float]:
         """The root mean square of what the outputs change if every step is rounded to the candidate's half precision."""
@@ -211,9 +211,9 @@ class Computation:
     def _expected(self, result: ComparedOutputs, fill: float = LARGE[0]) -> Expected:
         """`fill`: the large number in the scores, if any. Their other numbers lose no more by it than the distance of two numbers there."""
         outputs, norm, relative = self._outputs(result), self.spec.normalises_heads, self.tolerance
-        scores = _largest(np.where(np.abs(result.scores) < fill / 2, result.scores, 0.0))
+        scores = largest_of(np.where(np.abs(result.scores) < fill / 2, result.scores, 0.0))
         scores = max(scores, fill / 16 if fill < LARGE[0] else 0.0)  # 16: of RELATIVE
-        largest = {name: _largest(x) for name, x in outputs.items()}
+        largest = {name: largest_of(x) for name, x in outputs.items()}
         tolerances: dict[str, float | Array] = {
             name: tolerance(x, self.dtype, scores, norm=norm, relative=relative) for name, x in largest.items()
         }
@@ -249,7 +249,7 @@ def tolerance(
     """
     by_dtype = MAGNIFIED if norm or logarithmic else RELATIVE
     unit = by_dtype.get(dtype, RELATIVE["float64"]) if relative is None else relative
-    return max(unit * max(1.0, _largest(scores)) * (1.0 if logarithmic else _largest(expected)), 1e-30)
+    return max(unit * max(1.0, largest_of(scores)) * (1.0 if logarithmic else largest_of(expected)), 1e-30)
 
 
 def root_mean_square(x: Array) -> float:
@@ -264,7 +264,7 @@ def _near(x: Array, y: Array, tolerance: float | Array) -> Array:
     return np.asarray((np.abs(x - y) <= tolerance) | (x == y) | (np.isnan(x) & np.isnan(y)))
 
 
-def _largest(x: Array | float) -> float:
+def largest_of(x: Array | float) -> float:
     """max|x| of the finite numbers, 0 if there are none."""
     if isinstance(x, float):
         return abs(x) if math.isfinite(x) else 0.0

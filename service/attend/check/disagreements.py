@@ -10,9 +10,10 @@ import numpy as np
 
 from attend.check.calls import ComparedCase, ComparedOutput, call, observe
 from attend.check.candidate import Candidate
-from attend.check.cases import CheckCase, Group, Repeatable, lengths_for
+from attend.check.cases import CheckCase, Group, Repeatable
 from attend.check.divergence import Divergence, FirstWrongStep, first_wrong_step
 from attend.check.explanation import Explanation, Observation, OtherSizes, explain, explain_in_turn
+from attend.check.pairs import shortened
 from attend.check.report import Disagreement
 from attend.check.sizes import other_lengths
 from attend.check.trace import Trace, recorded, source_folders
@@ -21,6 +22,7 @@ NOT_FINITE = "no number is finite: a row may have no key that is not blocked, ex
 UNEXPLAINED = "no known mistake gives these numbers"
 OF_WEIGHTS = "the output is right, and the weights returned beside it are not"
 IN_SWEEP = "all other kinds of calls agree"
+UNKNOWN = Explanation()
 MOST_NAMES = 6  # of calls that a hint lists
 FURTHER_SEEDS = 3  # draws of further cases
 
@@ -34,7 +36,7 @@ def explained(
     """
     wrong = [x for x in compared if x.wrong is not None]
     if not any(_is_far(x) for x in wrong):  # only as many small errors show it, which mistakes are not told apart by
-        return [replace(disagreement(x, Explanation()), hint=_words([x.wrong for x in wrong])) for x in wrong[:1]]
+        return [replace(disagreement(x), hint=_words([x.wrong for x in wrong])) for x in wrong[:1]]
     groups = tuple({x.right.case.group: None for x in compared})
     further = Repeatable(_observe_further(prepared, seed, groups))
     elsewhere = cache(partial(_in_other_sizes, prepared, in_others, seed, groups))
@@ -90,19 +92,19 @@ def _in_other_sizes(prepared: Candidate, make: Callable[[], Candidate | None], s
 def _observe_further(prepared: Candidate, seed: int, groups: Collection[Group]) -> Iterator[Observation]:
     """More cases that the candidate can be called on, which tell explanations apart that agree in all earlier ones."""
     for other in range(seed + 1, seed + 1 + FURTHER_SEEDS):
-        convention = prepared.adapter.convention
-        larger = lengths_for(prepared.spec, batched=convention.batched, tile=convention.tile, larger=other % 2 != seed % 2)
-        yield from observe(prepared, prepared.draw_cases(other * 1_000_003, groups, larger))
+        lengths = prepared.lengths(larger=other % 2 != seed % 2)
+        yield from observe(prepared, prepared.draw_cases(other * 1_000_003, groups, lengths))
 
 
-def disagreement(compared: ComparedCase, explanation: Explanation, step: FirstWrongStep | None = None) -> Disagreement:
-    """The first wrong number, or the wrong shape, with its explanation."""
+def disagreement(
+    compared: ComparedCase, explanation: Explanation = UNKNOWN, step: FirstWrongStep | None = None, hint: str = ""
+) -> Disagreement:
+    """The first wrong number, or the wrong shape, with its explanation, or another hint."""
     wrong, case = compared.wrong, compared.right.case.name
     assert wrong is not None
     if not wrong.has_shape:
         shapes = f"shape {list(wrong.expected.shape)}", f"shape {list(wrong.got.shape)}"
-        hint, explanation = (str(explanation), explanation) if explanation else (_explain_shape(wrong), Explanation())
-        return Disagreement(case, wrong.name, *shapes, hint=hint, explanation=explanation)
+        return Disagreement(case, wrong.name, *shapes, hint=hint or str(explanation) or _explain_shape(wrong), explanation=explanation)
     errors = np.abs(wrong.got - wrong.expected)
     far = np.argwhere(~(errors <= wrong.tolerance))
     index = tuple(map(int, far[0] if len(far) else np.unravel_index(errors.argmax(), errors.shape)))
@@ -110,7 +112,7 @@ def disagreement(compared: ComparedCase, explanation: Explanation, step: FirstWr
     unexplained = _words([wrong]) or (UNEXPLAINED if np.isfinite(wrong.got).any() else NOT_FINITE)
     if wrong.name != "output":  # the steps, which the output shows, are right
         unexplained, step = f"{unexplained}: {OF_WEIGHTS}", None
-    return Disagreement(case, wrong.name, expected, got, index, str(explanation) or unexplained, explanation, step)
+    return Disagreement(case, wrong.name, expected, got, index, hint or str(explanation) or unexplained, explanation, step)
 
 
 def _is_far(compared: ComparedCase) -> bool:
@@ -141,5 +143,4 @@ def _explain_shape(wrong: ComparedOutput) -> str | None:
 
 def first_of(names: Sequence[str]) -> str:
     """A list of names; of many, the first and the number of the others."""
-    more = f", and {len(names) - MOST_NAMES} other{'s' * (len(names) > MOST_NAMES + 1)}" if len(names) > MOST_NAMES else ""
-    return f"{', '.join(names[:MOST_NAMES])}{more}" if names else "none"
+    return shortened(names, MOST_NAMES) or "none"

@@ -169,21 +169,16 @@ def explain_in_turn(
         return ()
     more = Repeatable(further)
 
-    def changed_elsewhere(change: Callable[[Iterable[Observation]], Iterator[Observation]]) -> OtherSizes:
-        return replace(elsewhere(), observed=change(elsewhere().observed))
+    def explain_as(observed: Sequence[Observation], seen: Callable[[Iterable[Observation]], Iterator[Observation]]) -> Explanation:
+        return explain(observed, seen(more), lambda: replace(elsewhere(), observed=seen(elsewhere().observed)))
 
-    first = explain(unmasked, _unmasked(more), lambda: changed_elsewhere(_unmasked))
+    first = explain_as(unmasked, lambda all_cases: (x for x in all_cases if x.is_unmasked))
     if (mistake := first.made) is None:
         return ()
     beside = [x.beside(mistake) for x in masked]
     if all(x.agrees for x in beside):
         return ()
-    others: Callable[[Iterable[Observation]], Iterator[Observation]] = lambda observed: (x.beside(mistake) for x in observed)  # noqa: E731
-    return (first, explain(beside, others(more), lambda: changed_elsewhere(others)))
-
-
-def _unmasked(observed: Iterable[Observation]) -> Iterator[Observation]:
-    return (x for x in observed if x.is_unmasked)
+    return (first, explain_as(beside, lambda all_cases: (x.beside(mistake) for x in all_cases)))
 
 
 class _Search:

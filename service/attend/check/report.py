@@ -113,7 +113,12 @@ class Comparison:
     @property
     def is_empty(self) -> bool:
         """Whether the candidate raised in every call, so that nothing was compared."""
-        return any(x.raised for x in self.results) and all(x.raised or x.skipped for x in self.results)
+        return self.has_raised and all(x.raised or x.skipped for x in self.results)
+
+    @property
+    def has_raised(self) -> bool:
+        """Whether the candidate raised in a case that it has to compute."""
+        return any(x.raised for x in self.results)
 
     @property
     def verdict(self) -> str:

@@ -10,8 +10,9 @@ from itertools import product
 
 import numpy as np
 
-from attend.check.computation import Computation, root_mean_square
-from attend.tensors import Array
+from attend.check.calls import ComparedCase
+from attend.check.computation import root_mean_square
+from attend.check.low_precision import HALF
 
 IN_FLOAT32 = "are computed in float32"
 SCORES = {  # what is said of the scores -> the steps that are rounded
@@ -30,8 +31,9 @@ SMALLEST = 1e-30  # change by rounding
 CLEAR = 0.25  # of the changes by rounding: the largest error of a description
 
 
-def rounded_steps(observed: Sequence[tuple[Computation, Array]]) -> str:
-    """Where the scores and weights are rounded, as the outputs for some cases show; empty if they do not show it."""
+def rounded_steps(compared: Sequence[ComparedCase]) -> str:
+    """Where the scores and weights are rounded, as the outputs for cases in half precision show; empty if they do not show it."""
+    observed = [(x.right, x.outputs[0].got) for x in compared if x.right.dtype in HALF and not x.outputs[0].vague]
     if not observed:
         return ""
     exact, got = (

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from attend.attention.operators.step import Step
-from attend.check.computation import tolerance
+from attend.check.computation import largest_of, tolerance
 from attend.check.layer import Layer
 from attend.check.low_precision import HALF, to_precision
 from attend.tensors import Array
@@ -49,6 +49,5 @@ def half_tolerance(expected: Array, rounded: Array, dtype: str, scores: float, *
     RoundedLayer leaves out: of the reply, or of heads after attention, head_scale, the gate's function and its product.
     """
     finite = np.isfinite(expected)
-    largest = float(np.abs(expected[finite]).max(initial=0.0))
     moved = float(np.abs(rounded.reshape(expected.shape)[finite] - expected[finite]).max(initial=0.0))
-    return 2 * (moved + HALF[dtype] * largest) + tolerance(expected, "float32", scores, norm=norm, logarithmic=logarithmic)
+    return 2 * (moved + HALF[dtype] * largest_of(expected)) + tolerance(expected, "float32", scores, norm=norm, logarithmic=logarithmic)

@@ -10,16 +10,15 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
-from typing import Any
 
 import numpy as np
 
 from attend.check.candidate import Candidate
 from attend.check.cases import Lengths, lengths_for
 from attend.check.constructor import CONFIGURATION, meaning_of
-from attend.check.convention import Convention
 from attend.check.lengths import resized
 from attend.check.preparation import prepare
+from attend.check.tried import Tried
 from attend.spec import LayerSpec
 
 HEAD_COUNTS = (5, 7, 3, 4, 6, 8)  # of keys and values, those first that are likely to differ from all else
@@ -29,12 +28,12 @@ WIDEST = 200  # if the layer can be so narrow
 LENGTHS = Lengths(batch=4, queries=11, keys=13)
 
 
-def in_other_sizes(candidate: Any, spec: LayerSpec | None, convention: Convention, given: Candidate, seed: int) -> Candidate | None:
+def in_other_sizes(tried: Tried, given: Candidate) -> Candidate | None:
     """The candidate with other heads and widths, one that can be called; None if there is none, as for an instance."""
-    is_class = isinstance(candidate, type)
+    candidate, convention = tried.candidate, tried.convention
     if convention.weights is not None and not convention.names_weights:
         return None  # arrays of one size
-    if is_class:
+    if isinstance(candidate, type):
         names = [name for name in inspect.signature(candidate).parameters if name not in convention.construct]
         meanings = {convention.sizes.get(name) or meaning_of(name) for name in names}
         heads = {"num_heads"} & meanings
@@ -47,11 +46,11 @@ def in_other_sizes(candidate: Any, spec: LayerSpec | None, convention: Conventio
         heads = set() if convention.layout == "b,n,d" and given.adapter.heads_given else heads
     else:
         return None
-    for other in other_specs(given.spec, seed, keeps_heads=not heads):
+    for other in other_specs(given.spec, tried.seed, keeps_heads=not heads):
         changed = replace(convention, d_model=other.d_model, num_heads=other.num_heads if heads else convention.num_heads)
         with suppress(Exception):  # a class may take some sizes alone
-            made = prepare(candidate, None if spec is None else other, changed, seed + 1)
-            made.adapter.call(next(made.draw_cases(seed)))
+            made = prepare(candidate, tried.spec and other, changed, tried.seed + 1)
+            made.adapter.call(next(made.draw_cases(tried.seed)))
             return made
     return None
 

@@ -7,15 +7,17 @@ from typing import Any
 
 import numpy as np
 
+from attend.check.candidate import Candidate
 from attend.check.convention import OF_MASKS, Convention
 from attend.check.families import turns_few
 from attend.check.mask_meaning import meanings_of_mask
 from attend.check.positions import offset, one_length, positions_of
+from attend.check.preparation import prepare
 from attend.check.readings import read_by_calls
 from attend.check.requirements import requirements_in_words
 from attend.check.signatures import FUNCTIONS
 from attend.check.trial import Trial
-from attend.check.windows import window_in_words
+from attend.check.windows import window_in_words, with_window
 from attend.spec import LayerSpec
 
 WIDER = 4  # times as wide heads show its frequencies
@@ -23,17 +25,37 @@ WIDER = 4  # times as wide heads show its frequencies
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """What is left of the conventions, what was found by calls, in words, and the layer: the given one, or one with positions."""
+    """A candidate, what is left of the conventions, what calls told, in words, and the layer: a given one, or one with positions."""
 
+    candidate: Any
+    seed: int
     convention: Convention
     found: tuple[str, ...]
     spec: LayerSpec | None
+    is_given: bool  # whether the layer is
+
+    @property
+    def constructor(self) -> type | None:
+        """The class, if no given layer says what its options are."""
+        return self.candidate if isinstance(self.candidate, type) and not self.is_given else None
+
+    def prepare(self, convention: Convention | None = None, *, further: int = 0, **fields: Any) -> Candidate:
+        """The candidate; by another convention, with the layer with its window and these fields. `further`: another seed of its weights."""
+        spec = self.spec
+        if spec is not None and convention is not None:
+            spec = LayerSpec.model_validate(with_window(spec, convention).model_dump(exclude_unset=True) | fields)
+        return prepare(self.candidate, spec, convention or self.convention, self.seed + further)
+
+    def but(self, found: str, **fields: Any) -> "Tried":
+        """The same with other fields, and what was found about it."""
+        return replace(self, found=(*self.found, found), **fields)
 
     def with_mask(self, role: str, meaning: tuple[Convention, str]) -> "Tried":
         """The same with the conventions of this mask, and what was found about it."""
         convention, words = meaning
         of_mask = {name: getattr(convention, name) for name in (*OF_MASKS[role], "arguments")}
-        return replace(self, convention=replace(self.convention, **of_mask), found=(*self.found, words) if words else self.found)
+        other = replace(self.convention, **of_mask)
+        return self.but(words, convention=other) if words else replace(self, convention=other)
 
 
 def try_conventions(candidate: Any, spec: LayerSpec | None, convention: Convention, seed: int, *, is_causal: bool = False) -> list[Tried]:
@@ -42,7 +64,7 @@ def try_conventions(candidate: Any, spec: LayerSpec | None, convention: Conventi
     `is_causal`: so is the layer, and a candidate that nothing makes causal has to be. ValueError: no convention fits, and the message names
     the option that decides.
     """
-    trial = Trial(candidate, spec, seed)
+    trial, is_given = Trial(candidate, spec, seed), spec is not None
     with np.errstate(all="ignore"):
         read, instead = read_by_calls(trial, convention)
         read = one_length(trial, offset(trial, read))
@@ -65,7 +87,7 @@ def try_conventions(candidate: Any, spec: LayerSpec | None, convention: Conventi
                 with suppress(Exception):  # a class may take some sizes alone
                     return try_conventions(candidate, None, wide, seed, is_causal=is_causal)
             words, trial = [*words, f"it has {name}"], Trial(candidate, spec, seed)
-        tried = [Tried(read, tuple(words), spec)]
+        tried = [Tried(candidate, seed, read, tuple(words), spec, is_given)]
         for role in OF_MASKS:
             first, *others = tried
             meanings = meanings_of_mask(trial, role, first.convention)

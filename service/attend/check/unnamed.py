@@ -4,17 +4,16 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain, islice
-from typing import Any
 
 import numpy as np
 
 from attend.check.adapter import CallFailed, NoCache
+from attend.check.algebra.steps import NOUNS
 from attend.check.applied_weights import applied_weights, independent_of
 from attend.check.calls import ComparedCase, call
 from attend.check.candidate import Candidate
 from attend.check.cases import CheckCase
 from attend.check.disagreements import IN_SWEEP, UNEXPLAINED
-from attend.check.preparation import prepare
 from attend.check.report import Comparison
 from attend.check.spread import ON_AVERAGE
 from attend.check.tried import Tried
@@ -23,17 +22,16 @@ from attend.check.weight_facts import facts
 LARGEST = 100.0  # score of a case: with larger ones, most weights are 0
 MOST_CASES = 4  # further wrong ones of which what is said has to be true, too
 UNNAMED = (UNEXPLAINED, IN_SWEEP, ON_AVERAGE)  # how hints begin that name nothing
-NAMES = {"query": "queries", "key": "keys", "value": "values"}
 
 
-def with_weights(loaded: Any, tried: Tried, comparison: Comparison, seed: int, longest: int) -> Comparison:
+def with_weights(tried: Tried, comparison: Comparison, longest: int) -> Comparison:
     """The comparison with what the applied weights show, if the first disagreement has numbers and no name."""
     first = comparison.first
     if first is None or first.index is None or first.output != "output" or not (first.hint or "").startswith(UNNAMED):
         return comparison
-    prepared = prepare(loaded, tried.spec, tried.convention, seed)
+    prepared = tried.prepare()
     with prepared.evaluating(), suppress(Exception):  # what a wrong candidate makes of other values is its own affair
-        told, found = _told(prepared, comparison, seed, longest)
+        told, found = _told(prepared, comparison, tried.seed, longest)
         if told:
             rest = (first.hint or "").removeprefix(UNEXPLAINED).removeprefix("; ")
             hint = f"{found}: {'; '.join(told)}" + (f"; {rest}" if rest else "")
@@ -47,7 +45,7 @@ def _told(prepared: Candidate, comparison: Comparison, seed: int, longest: int) 
     if (first := next(wrong, None)) is None:
         return (), ""
     if unread := independent_of(prepared, first):
-        names = " and ".join(NAMES[role] for role in unread)
+        names = " and ".join(NOUNS[role] for role in unread)
         same = all(independent_of(prepared, x) == unread for x in islice(wrong, MOST_CASES))
         where = "" if same else f" (in the case “{first.right.case.name}”)"
         return (f"the output does not depend on the {names}{where}",), "found by calls with other numbers"

@@ -3,16 +3,7 @@
 from attend.check.further import alignment, constructor_options, dropout, gradients, log_sum_exp, other_size, other_values, second, sweeps
 from attend.check.further.look import Extent, Look
 
-LOOKS: tuple[Look, ...] = (
-    sweeps.look,
-    alignment.look,
-    other_values.look,
-    log_sum_exp.look,
-    dropout.look,
-    gradients.look,
-    other_size.look,
-    constructor_options.look,
-    second.look,
-)
+IN_ORDER = (sweeps, alignment, other_values, log_sum_exp, dropout, gradients, other_size, constructor_options, second)
+LOOKS: tuple[Look, ...] = tuple(file.look for file in IN_ORDER)
 
 __all__ = ["LOOKS", "Extent"]

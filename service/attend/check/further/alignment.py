@@ -15,7 +15,6 @@ from attend.check.candidate import Candidate
 from attend.check.cases import CheckCase
 from attend.check.convention import Alignment
 from attend.check.disagreements import disagreement
-from attend.check.explanation import Explanation
 from attend.check.further.look import Extent
 from attend.check.report import Disagreement
 from attend.check.signatures import FUNCTIONS, function_like
@@ -29,7 +28,7 @@ WORDS: dict[Alignment, str] = {
 
 def look(called: Calls, extent: Extent) -> Disagreement | None:
     """A causal call with q != k that has none of the two alignments, or not the one that it has to have."""
-    found = [_compare(called, cases) for cases in draw_alignments(called.prepared, extent.seed, extent.longest)]
+    found = [_compare(called, cases) for cases in draw_alignments(called.prepared, extent.tried.seed, extent.longest)]
     if (misaligned := next(filter(None, found), None)) is None:
         return None
     hint = "with q = k it is causal; with q != k, its numbers are those of neither top-left nor bottom-right alignment"
@@ -39,7 +38,7 @@ def look(called: Calls, extent: Extent) -> Disagreement | None:
         hint = f"with q != k, causality is {WORDS[first]}; that of {known.title} is {WORDS[known.alignment or first]}"
         if known.alignment in (first, None):
             hint = f"with fewer rows, causality is {WORDS[first]}, and here it is not"
-    return replace(disagreement(misaligned, Explanation()), hint=hint)
+    return disagreement(misaligned, hint=hint)
 
 
 def causality(called: Calls) -> str:

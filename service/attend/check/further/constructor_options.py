@@ -26,7 +26,7 @@ def look(called: Calls, extent: Extent) -> Disagreement | None:
             called.add_together(words, [x for x in right.results if x.agrees])
             continue
         wrong = next((x for x in calls if x.compared and not x.failures), None)
-        named = None if wrong is None or "mask" in called.prepared.adapter.roles else _named(wrong, extent.seed)
+        named = None if wrong is None or "mask" in called.prepared.adapter.roles else _named(wrong, extent.tried.seed)
         if wrong is None or named is None:
             called.results.append(CaseResult(words, skipped=UNKNOWN, untried=True))
         else:
@@ -38,15 +38,15 @@ def look(called: Calls, extent: Extent) -> Disagreement | None:
 def _options(called: Calls, extent: Extent) -> Iterator[tuple[str, list[Convention]]]:
     """An option in words, and what the layer may be with it, the likeliest first."""
     convention, spec = called.prepared.adapter.convention, called.prepared.spec
-    if extent.constructor is None or any(side is not None for interval in spec.intervals for side in interval):
+    if extent.tried.constructor is None or any(side is not None for interval in spec.intervals for side in interval):
         return
-    of_parameters = [x.name for x in sizes_constructed(extent.constructor, convention) if x.default is None]
+    of_parameters = [x.name for x in sizes_constructed(extent.tried.constructor, convention) if x.default is None]
     of_configurations = [name for name in dict.fromkeys(convention.off) if meaning_of(name.rpartition(".")[2]) == "window"]
     called.tried |= dict.fromkeys(of_configurations)  # or untried, as cases say
     for name in (*of_parameters, *of_configurations):
         windows = WINDOWS[:1] if convention.causal else (*WINDOWS[1:], ON_EACH_SIDE, *WINDOWS[:1])
         yield f"{name}={KEYS}", [replace(convention, window=window) for window in windows]
-    parameters = inspect.signature(extent.constructor).parameters
+    parameters = inspect.signature(extent.tried.constructor).parameters
     for name in CALL["causal"].split() if not convention.causal and "causal" not in convention.given else ():
         if name in parameters and parameters[name].default is False and name not in convention.construct:
             yield f"{name}=True", [replace(convention, construct={**convention.construct, name: True}, causal=True)]
@@ -55,9 +55,7 @@ def _options(called: Calls, extent: Extent) -> Iterator[tuple[str, list[Conventi
 def _call_with(convention: Convention, extent: Extent) -> Calls | None:
     """What the short calls of the candidate that is constructed so gave; None if it cannot be."""
     with suppress(Exception):  # a class may refuse the value
-        prepared = extent.prepare(convention)
-        with prepared.evaluating():
-            return call_on(prepared, extent.seed, ["short"])
+        return call_on(extent.tried.prepare(convention), extent.tried.seed, ["short"])
     return None
 
 

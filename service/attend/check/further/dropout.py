@@ -35,7 +35,7 @@ KEPT = {  # what weights that are kept are multiplied by -> what is said
 
 def look(called: Calls, extent: Extent) -> Disagreement | None:
     """The weights that dropout leaves, if they are wrong. The parameters for it are tried if they are right."""
-    roles, found = called.prepared.adapter.roles, [*_compare(called.prepared, extent.seed)]
+    roles, found = called.prepared.adapter.roles, [*_compare(called.prepared, extent.tried.seed)]
     wrong = add_results(called, "dropout", found)
     if found and wrong is None:
         called.tried |= {roles[role]: None for role in ("dropout", "training") if role in roles}
@@ -72,7 +72,6 @@ def _applied(candidate: Candidate, case: CheckCase) -> Array:
 
 def _looked_at(found: SideOutput) -> SideOutput:
     """The applied weights [copies, b, h, q, k] beside those that dropout allows; the share that is left out, if all are allowed."""
-    assert found.expected is not None and found.got is not None
     weights, applied, near = found.expected, found.got, found.tolerance
     dropped = np.abs(applied) <= near
     allowed = np.where(dropped, 0.0, weights / (1 - P))

@@ -17,6 +17,7 @@ from attend.attention.reference.forward import value_of
 from attend.check.calls import Calls
 from attend.check.candidate import Candidate
 from attend.check.cases import CheckCase
+from attend.check.computation import largest_of
 from attend.check.further.alignment import draw_alignments
 from attend.check.further.backward import mistaken_gradients
 from attend.check.further.look import Extent
@@ -36,14 +37,14 @@ def look(called: Calls, extent: Extent) -> Disagreement | None:
     prepared, longest = called.prepared, min(extent.longest, LONGEST)
     if not extent.backward and not _has_own_backward(prepared, called.compared[0].right.case):
         return None
-    cases = prepared.draw_cases(extent.seed, ("short", "parameters", "long"))
+    cases = prepared.draw_cases(extent.tried.seed, ("short", "parameters", "long"))
     short = (case for case in cases if case.group != "long" or case.key.shape[1] <= longest)
-    pairs = zip(called.alignments, draw_alignments(prepared, extent.seed, LONGEST), strict=False)
+    pairs = zip(called.alignments, draw_alignments(prepared, extent.tried.seed, LONGEST), strict=False)
     aligned = (case for alignment, pair in pairs if (case := pair[alignment]).whole is None)
     return add_results(called, "gradients", _compare(prepared, chain(short, aligned)))
 
 
-def _compare(candidate: Candidate, cases: Iterator[CheckCase]) -> Iterator[SideOutput]:
+def _compare(candidate: Candidate, cases: Iterator[CheckCase]) -> Iterator[SideOutput | str]:
     """The gradients of every input, in those of the cases that have nothing but a mask or causality.
 
     Functions in half precision are called in float32.
@@ -58,18 +59,17 @@ def _compare(candidate: Candidate, cases: Iterator[CheckCase]) -> Iterator[SideO
             yield from _of_case(candidate, case)
 
 
-def _of_case(candidate: Candidate, case: CheckCase) -> Iterator[SideOutput]:
+def _of_case(candidate: Candidate, case: CheckCase) -> Iterator[SideOutput | str]:
     adapter, torch = candidate.adapter, sys.modules.get("torch")
     if torch is None or adapter.framework != "torch" or adapter.dtype not in RELATIVE:
-        yield SideOutput(case, skipped="gradients are compared of torch candidates in float32 and float64")
+        yield "gradients are compared of torch candidates in float32 and float64"
         return
     try:
         outside, got = _backward(candidate, case, torch)
     except Exception as error:  # whatever the backward pass raises
-        yield SideOutput(case, skipped=f"its backward pass raised {error}")
+        yield f"its backward pass raised {error}"
         return
-    result = case.reference(candidate.spec, candidate.weights)
-    scores = float(np.abs(result.scores, where=np.isfinite(result.scores), out=np.zeros(result.scores.shape)).max(initial=0.0))
+    scores = largest_of(case.reference(candidate.spec, candidate.weights).scores)
     for name, gradient in got.items():
         rows = _rows_of(case, name)
         expected, gradient = _differences(candidate, case, name, outside, [*got], rows), gradient[:, rows]

@@ -20,7 +20,7 @@ def look(called: Calls, extent: Extent) -> Disagreement | None:
     if calls.agree or calls.failures or not calls.compared:
         return None
     with calls.prepared.evaluating():
-        first, *_ = explained(calls.prepared, calls.compared, lambda: None, extent.seed)
+        first, *_ = explained(calls.prepared, calls.compared, lambda: None, extent.tried.seed)
     width = called.prepared.spec.head_dim
     if width_of_scale(first.explanation.made, calls.compared[0].right) == width:
         called.results.append(of_one_width("widths of heads", width))

@@ -17,7 +17,7 @@ def look(called: Calls, extent: Extent) -> None:
     prepared = called.prepared
     for name, other in (*_with_other_values(prepared), *_without_keys(prepared), *with_windows(prepared)):
         with suppress(ValueError):  # it returns no array with this value
-            further = call_on(other, extent.seed, longest=extent.longest, until_wrong=True)
+            further = call_on(other, extent.tried.seed, longest=extent.longest, until_wrong=True)
             is_flag = type(prepared.adapter.signature.parameters[name].default) is bool  # one that changes nothing may be ignored
             if further.agree and (further.with_sums or not is_flag):
                 called.tried[name] = None

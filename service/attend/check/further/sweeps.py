@@ -7,7 +7,6 @@ from dataclasses import replace
 from attend.check.calls import Calls, CaseResult, ComparedCase
 from attend.check.disagreements import IN_SWEEP, disagreement, divergence_of, first_of
 from attend.check.divergence import first_wrong_step
-from attend.check.explanation import Explanation
 from attend.check.further.look import Extent
 from attend.check.lengths import Sweep
 from attend.check.report import Disagreement
@@ -15,7 +14,7 @@ from attend.check.report import Disagreement
 
 def look(called: Calls, extent: Extent) -> Disagreement | None:
     """The first wrong call of the first wrong sweep."""
-    found = [_compare(called, sweep) for sweep in called.prepared.draw_sweeps(extent.seed, extent.longest)]
+    found = [_compare(called, sweep) for sweep in called.prepared.draw_sweeps(extent.tried.seed, extent.longest)]
     return next(filter(None, found), None)
 
 
@@ -58,4 +57,4 @@ def _disagreement(called: Calls, sweep: Sweep, compared: Sequence[ComparedCase],
     listed = f"; of the {sweep.name}, wrong: {which}{first_of(wrong)}; right: {first_of(right)}" if len(sweep.cases) > 1 else ""
     found = divergence_of(called.prepared, first.right.case) if first.right.case.whole is None else None
     step = None if found is None else first_wrong_step(found)
-    return replace(disagreement(first, Explanation()), hint=f"{IN_SWEEP}{listed}", step=step)
+    return replace(disagreement(first, hint=f"{IN_SWEEP}{listed}"), step=step)
