@@ -236,17 +236,13 @@ def call(candidate: Candidate, case: CheckCase) -> ComparedCase:
     moved = None
     if result.dtype in HALF and options.tolerance is None and case.relative <= HALF[result.dtype]:  # else its steps move less than that
         moved = spread_of(right, expected, rounds_inputs=candidate.adapter.dtype != result.dtype)
+    bounds = moved or expected
     outputs = [
-        ComparedOutput(name, x, y, *_bounds(name, expected, moved), moved)
+        ComparedOutput(name, x, y, bounds.largest_tolerance(name), bounds.is_vague_in(name), moved)
         for name, x in expected.outputs.items()
         if (y := got[name]) is not None
     ]
     return ComparedCase(right, expected, outputs, seconds, result.sums if case.whole is None else None)
-
-
-def _bounds(name: str, expected: Expected, moved: Spread | None) -> tuple[float, bool]:
-    """The largest error of an output that rounding explains, and whether that excludes hardly any numbers."""
-    return (expected.largest_tolerance(name), expected.is_vague_in(name)) if moved is None else (moved.largest(name), moved.is_vague(name))
 
 
 def call_on(candidate: Candidate, seed: int, groups: Collection[Group] = GROUPS, *, longest: int = 0, until_wrong: bool = False) -> Calls:

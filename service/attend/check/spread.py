@@ -54,12 +54,12 @@ class Spread:
     dtype: str
     is_rough: bool  # whether rounding changes single scores by 0.5 and more: then few draws do not show how far outputs may move
 
-    def is_vague(self, name: str) -> bool:
+    def is_vague_in(self, name: str) -> bool:
         """Whether rounding may change this output so much that hardly any numbers are excluded."""
         largest = float(np.abs(self.exact[name]).max(initial=0.0))
         return self.is_rough or max(map(root_mean_square, self.moved[name])) > VAGUE[self.dtype] * max(largest, 1e-30) / 3
 
-    def largest(self, name: str) -> float:
+    def largest_tolerance(self, name: str) -> float:
         """The largest error that rounding explains."""
         return self._times * float(np.abs(self.moved[name]).max(initial=0.0)) + 1e-30
 
@@ -74,7 +74,7 @@ class Spread:
         typical = root_mean_square(self.moved[name]) + 1e-30
         mean = root_mean_square(error)
         measures = [
-            Measure(float(np.abs(error).max(initial=0.0)), self.largest(name)),
+            Measure(float(np.abs(error).max(initial=0.0)), self.largest_tolerance(name)),
             Measure(
                 mean,
                 typical * self._times / 2,
