@@ -451,3 +451,38 @@ def test_what_modules_of_a_class_share_and_should_not_is_found() -> None:
     assert "with theta 10000 and 500" in str(report.first.hint) and "theta is ignored, or they share" in str(report.first.hint)
     report = compare(type("Kept", (KeepsValues,), right | {"weights": {}}))
     assert report.first and str(report.first.hint).endswith(" does not: theta is ignored, or they share what is kept of a call"), report
+
+
+class Crossed(nn.Module):
+    """As in BERT: the keys are used only if a flag says so."""
+
+    def __init__(self, hidden_size: int, num_attention_heads: int, is_cross_attention: bool = False, is_causal: bool = False) -> None:
+        super().__init__()
+        self.heads, self.is_cross, self.is_causal = num_attention_heads, is_cross_attention, is_causal  # the last is a hint for a kernel
+        self.query, self.key, self.value, self.dense = (nn.Linear(hidden_size, hidden_size) for _ in range(4))
+
+    def forward(self, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None, attention_mask: Tensor | None = None) -> Tensor:
+        memory = encoder_hidden_states if self.is_cross and encoder_hidden_states is not None else hidden_states
+        q, k, v = (
+            p(x).unflatten(2, (self.heads, -1)).transpose(1, 2)
+            for p, x in ((self.query, hidden_states), (self.key, memory), (self.value, memory))
+        )
+        heads = nn.functional.scaled_dot_product_attention(q, k, self.of_values(v), attention_mask)
+        output: Tensor = self.dense(heads.transpose(1, 2).flatten(2))
+        return output
+
+    def of_values(self, v: Tensor) -> Tensor:
+        return v
+
+
+def test_a_flag_with_which_a_class_attends_to_keys_is_turned_on() -> None:
+    report = compare(Crossed)
+    assert report.agrees and any("it is constructed with is_cross_attention=True" in found for found in report.found), report
+    assert [x.case for x in report.results if x.untried and not x.impossible] == ["is_causal=True"]
+
+
+def test_a_flag_does_not_make_a_class_right_that_is_wrong_without_it() -> None:
+    bent = {"of_values": lambda self, v: v if self.is_cross else v + v.sin().roll(1, 2)}
+    ignoring = {"forward": lambda self, x, context=None, attn_mask=None: Crossed.forward(self, x, None, attn_mask)}
+    for wrong in (bent, ignoring):
+        assert "does not depend on the keys" in str(compare(type("Wrong", (Crossed,), wrong)).first)

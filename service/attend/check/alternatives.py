@@ -1,16 +1,21 @@
 """What a wrong candidate may be meant to be, where its calls leave that open, and which of these is told."""
 
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
-from attend.check.calls import call
+from attend.check.applied_weights import independent_of
+from attend.check.calls import call, call_on
+from attend.check.constructor import OTHERS, meaning_of
+from attend.check.convention import Convention
 from attend.check.disagreements import UNEXPLAINED, divergence_of
 from attend.check.families import most_common_of_each_kind, with_positions
 from attend.check.fitting import width_of_scale
 from attend.check.lengths import resized
 from attend.check.report import Comparison
 from attend.check.requirements import USUAL_HEADS
-from attend.check.tried import Tried
+from attend.check.tried import Tried, try_conventions
 from attend.check.windows import window_in_words, with_and_without_window
 
 
@@ -40,6 +45,28 @@ def alternatives(tried: Tried, comparison: Comparison) -> Iterator[Tried]:
                 steps.setdefault(_steps_in(other), other)
         most, usual = steps[max(steps)], most_common_of_each_kind([other.spec for other in others if other.spec])
         yield from (most,) if most is not tried else (other for other in others if other.spec in usual)
+
+
+def with_flag_for_keys(tried: Tried, given: Convention) -> Iterator[Tried]:
+    """A class that ignores the keys that it gets and is right without them, with each flag on that is off by default and whose name says
+    nothing, as BERT's `is_cross_attention`. `given`: the convention before it was tried."""
+    prepared, spec = tried.prepare(), tried.spec if tried.is_given else None
+    optional = [name for role, name in prepared.adapter.roles.items() if role in ("key", "value") and role not in prepared.adapter.required]
+    with prepared.evaluating():
+        first = call(prepared, next(iter(prepared.draw_cases(tried.seed, {"short"}))))
+        if not optional or "key" not in independent_of(prepared, first):
+            return
+    arguments = {**given.arguments, **dict.fromkeys(optional, "unused")}
+    alone, *_ = try_conventions(tried.candidate, spec, replace(given, arguments=arguments), tried.seed)
+    with (prepared := alone.prepare()).evaluating():
+        if not call_on(prepared, tried.seed, {"short"}).agree:
+            return
+    for name, parameter in inspect.signature(tried.candidate).parameters.items():
+        if parameter.default is False and meaning_of(name) is None and name not in {**OTHERS, **given.construct}:
+            with suppress(Exception):  # a class may require more with it
+                turned_on = replace(given, construct={**given.construct, name: True})
+                for other in try_conventions(tried.candidate, spec, turned_on, tried.seed):
+                    yield other.but(f"it is constructed with {name}=True")
 
 
 def in_wide_heads(tried: Tried, comparison: Comparison) -> Iterator[Tried]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from attend.check.adapter import CallFailed
-from attend.check.alternatives import alternatives, in_wide_heads, unexplained, with_fewest_mistakes
+from attend.check.alternatives import alternatives, in_wide_heads, unexplained, with_fewest_mistakes, with_flag_for_keys
 from attend.check.calls import Calls, CaseResult, ComparedCase, call, call_on
 from attend.check.candidate import Candidate
 from attend.check.cases import CheckCase
@@ -59,6 +59,9 @@ def compare(
     comparison = look(first)
     if len(comparison.disagreements) > (not unexplained(comparison)):
         others += alternatives(first, comparison)
+        if isinstance(loaded, type) and unexplained(comparison):
+            with suppress(ValueError, CallFailed):
+                others += with_flag_for_keys(first, convention)
         compared = [(comparison, first)]
         for other in others:
             with suppress(ValueError):
