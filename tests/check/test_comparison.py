@@ -68,6 +68,7 @@ def test_the_only_case_that_was_tried_is_one():
     only = "agrees with the reference in the only case that was tried, with up to 5 keys"
     assert one.conclusion.startswith(f"{only}; not tried: cross-attention, ")
     none = Comparison(tuple(result for result in results if result.untried), ())
+    assert none.is_undecided and not one.is_undecided
     assert none.conclusion.startswith("neither agrees nor disagrees with the reference; not tried: cross-attention")
 
 

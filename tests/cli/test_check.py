@@ -367,6 +367,13 @@ def test_the_help_has_every_convention_and_its_values(package):
         assert f"{name}={' | '.join(values)}: {meaning}" in shown
 
 
+def test_json_says_of_a_module_whose_cases_show_nothing_that_neither_is_known(package):
+    done = check_module(package, "--module", "theirs:Right", "--with", "tolerance=9", "--longest", "7", "--json")
+    printed = json.loads(done.stdout)
+    assert done.returncode == 3 and printed["agrees"] is printed["modules"][0]["agrees"] is None
+    assert {case["agrees"] for case in printed["modules"][0]["cases"]} == {None}
+
+
 def test_the_check_of_a_module_prints_json(package):
     done = check_module(package, "--module", "theirs:Right", "--module", "theirs:Unscaled", "--module", "theirs:Raises", "--json")
     printed = json.loads(done.stdout)

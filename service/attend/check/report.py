@@ -86,6 +86,11 @@ class Comparison:
         return self.first is None
 
     @property
+    def is_undecided(self) -> bool:
+        """Whether it neither agrees nor disagrees, since no case says anything."""
+        return self.agrees and not any(result.agrees for result in self.results) and bool(self.untried or self.vague)
+
+    @property
     def untried(self) -> tuple[str, ...]:
         """The cases that would show more, and were not run because an option or a known parameter is missing."""
         return tuple(result.case for result in self.results if result.untried)
@@ -152,7 +157,7 @@ class Comparison:
     def _agreement(self) -> str:
         """That it agrees, in how many cases if not all were tried or some show nothing, and up to which length."""
         agreeing = sum(result.agrees is True for result in self.results)
-        if agreeing == 0 and (self.untried or self.vague):
+        if self.is_undecided:
             return "neither agrees nor disagrees with the reference"
         cases = ""
         if self.untried or self.vague:

@@ -106,7 +106,9 @@ def check(
         for each in _check_modules(module, given, seed, cases or 1):
             each.show(console, verbose)
             reports.append(each)
-        document = {"agrees": all(report.agrees for report in reports), "modules": [report.document() for report in reports]}
+        modules = [report.document() for report in reports]
+        decided = None if any(x["agrees"] is None for x in modules) else True
+        document = {"agrees": all(report.agrees for report in reports) and decided, "modules": modules}
     else:
         where = {"url": url, "ca": url and ca, "config": config, **flags}
         command = ["attend", "check", *(word for name, value in where.items() if value is not None for word in (f"--{name}", str(value)))]
@@ -117,7 +119,7 @@ def check(
         document = report.document()
     if as_json:
         typer.echo(json.dumps(document))
-    if not document["agrees"]:
+    if document["agrees"] is False:
         wrong = [report for report in reports if not report.agrees]
         raise typer.Exit(2 if wrong and all(report.comparison.is_empty for report in wrong) else 1)
     if not allow_skipped and not all(report.is_complete for report in reports):
@@ -183,12 +185,13 @@ class ModuleReport:
         return self.comparison.is_complete
 
     def document(self) -> dict[str, Any]:
-        """For --json. An error that is not finite is null."""
+        """For --json. An error that is not finite is null, and so is whether it agrees if no case says anything."""
         cases = [
             {**asdict(result), "error": result.error if math.isfinite(result.error) else None, "agrees": result.agrees}
             for result in self.comparison.results
         ]
-        document = {"module": self.name, "agrees": self.agrees, "calls": self.calls, "seed": self.seed, "cases": cases}
+        document: dict[str, Any] = {"module": self.name, "agrees": None if self.comparison.is_undecided else self.agrees}
+        document |= {"calls": self.calls, "seed": self.seed, "cases": cases}
         document |= {"untried": list(self.comparison.untried), "parameters_not_tried": list(self.comparison.parameters)}
         document |= {"keys": self.comparison.keys, "widths": list(self.comparison.widths), "dtype": self.comparison.dtype}
         document["parameters_tried"] = list(self.comparison.tried)
