@@ -515,3 +515,11 @@ def test_options_map_parameters_to_roles():
         compare(positional, mask_meaning="attend")
     with pytest.raises(ValueError, match="expected an array or a tuple"):
         compare(lambda q, k, v: [None, q], framework="torch")
+
+
+def test_a_function_that_constructs_a_module_is_not_called_with_arrays() -> None:
+    def build(embed_dim: int, num_heads: int, bias: bool = True) -> nn.Module:
+        return nn.MultiheadAttention(embed_dim, num_heads, bias=bias)
+
+    with pytest.raises(ValueError, match="it is a function that returns a MultiheadAttention: pass that class, or what it returns"):
+        compare(build)

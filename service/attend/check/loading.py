@@ -2,17 +2,28 @@
 
 import inspect
 import sys
+from contextlib import suppress
 from importlib.util import module_from_spec, spec_from_file_location
 from operator import attrgetter
 from pathlib import Path
 from pkgutil import resolve_name
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
+
+from attend.check.arrays import is_module
+from attend.check.constructor import constructor_arguments
+from attend.check.convention import Convention
+from attend.check.weights import multi_head
 
 
 def as_callable(candidate: Any) -> Any:
-    """The candidate; of a `torch.autograd.Function`, or its `apply`, a function with the parameters of its forward pass."""
+    """The candidate; of a `torch.autograd.Function`, or its `apply`, a function with the parameters of its forward pass.
+
+    ValueError: a function that constructs a module.
+    """
     if (cls := _autograd_function(candidate)) is None:
+        if (made := _constructed_by(candidate)) is not None:
+            raise ValueError(f"it is a function that returns a {type(made).__name__}: pass that class, or what it returns for your sizes")
         return candidate
     torch = sys.modules["torch"]
     parameters = [*inspect.signature(cls.forward).parameters.values()]
@@ -27,6 +38,17 @@ def as_callable(candidate: Any) -> Any:
     apply.__signature__ = signature  # type: ignore[attr-defined]  # inspect reads it; a function's type has none
     apply.__module__, apply.__name__ = cls.__module__, cls.__name__
     return apply
+
+
+def _constructed_by(function: Any) -> Any:
+    """The torch module that a function returns whose required parameters are sizes by their names; None if it returns none."""
+    with suppress(Exception):  # what takes arrays raises for sizes
+        if isinstance(function, FunctionType):
+            signature, convention = inspect.signature(function), Convention()
+            arguments = constructor_arguments(signature, convention, multi_head(convention.d_model, 3), [], evaluates=True)
+            made = function(**arguments) if arguments else None
+            return made if is_module(made) else None
+    return None
 
 
 def _autograd_function(candidate: Any) -> Any:
