@@ -209,8 +209,11 @@ class Validated:
     rope_scaling: dict[str, Any] | None = None
     attention_dropout: float | int = 0.0
     sliding_window: int = 2  # None is refused
+    out_features: list[str] | None = None  # names alone
+    embed_shift: float | None = None
 
     def __post_init__(self) -> None:
+        assert self.out_features is self.embed_shift is None
         for name, value in vars(self).items():
             default = type(self).__dataclass_fields__[name].default
             assert default is None or isinstance(value, type(default)) or name == "attention_dropout", f"{name}={value}"
@@ -486,3 +489,21 @@ def test_a_flag_does_not_make_a_class_right_that_is_wrong_without_it() -> None:
     ignoring = {"forward": lambda self, x, context=None, attn_mask=None: Crossed.forward(self, x, None, attn_mask)}
     for wrong in (bent, ignoring):
         assert "does not depend on the keys" in str(compare(type("Wrong", (Crossed,), wrong)).first)
+
+
+class Placed(Crossed):
+    """Looks up its type by its place in the model, and takes biases as T5 does."""
+
+    def __init__(self, config: Any, layer_idx: int | None = None) -> None:
+        super().__init__(config.hidden_size, config.num_attention_heads)
+        self.is_cross = ["full"][layer_idx] == "full"  # type: ignore[index]  # None raises
+
+    def forward(self, hidden_states: Tensor, key_value_states: Tensor, position_bias: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        return super().forward(hidden_states, key_value_states, position_bias)
+
+
+def test_a_class_has_a_place_in_a_model_and_biases_that_it_can_be_called_without_are_asked_about() -> None:
+    with pytest.raises(ValueError, match=r'it has weights and takes position_bias, too: pass arguments=\{"position_bias": "unused"\}'):
+        compare(Placed)
+    report = compare(Placed, arguments={"position_bias": "unused"})
+    assert report.agrees and report.parameters == ("position_bias",), report

@@ -14,7 +14,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, Field, fields, is_dataclass, replace
 from itertools import permutations
-from typing import Any, get_args
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
 
 from attend.check.convention import HEADS, Ambiguous, Convention, by_name
 from attend.check.weights import multi_head
@@ -60,6 +61,7 @@ OTHERS: dict[str, Any] = {  # names in configurations and required parameters th
 SWITCHES = {name for name, value in OTHERS.items() if (value is None or value is False) and name != "rng"}
 USUAL = {"theta": 1e4, "buckets": 32, "max_distance": 128}  # what a configuration is asked for that the layer does not say
 CONFIGURATION = re.compile("(.*_)?(config|configuration|cfg|conf|args|params|hparams|opts?|options|hp)")
+PLACES = ("layer_idx", "layer_id", "layer_number")  # of the layer in its model: None by default, although its type is looked up by it
 SIZES = ("d_model", "num_heads", "head_dim", "length", "num_kv_heads")  # what a name that says nothing may stand for
 
 
@@ -149,7 +151,7 @@ def constructor_arguments(
             has_default = parameter.default is not None or meaning in ("num_kv_heads", "window")  # None hides groups and windows
             if is_required or (has_default and not (meaning == "dropout" and evaluates)):
                 given[name] = sizes[meaning]
-        elif is_required and name in OTHERS:
+        elif name in OTHERS and (is_required or (name in PLACES and parameter.default is None)):
             given[name] = OTHERS[name]
             off += [name] if name in SWITCHES else []
         elif is_required and meaning == "window":  # of a layer without one
@@ -194,8 +196,17 @@ def _values_of(fields_of: Iterable[Field[Any]], sizes: Mapping[str, Any]) -> Ite
         meaning = meaning_of(field.name) or ""
         if meaning in sizes or (field.name in OTHERS and field.name not in ("mask", "causal")):
             value = sizes[meaning] if meaning in sizes else OTHERS[field.name]
-            if None in (value, field.default) or field.default is MISSING or _kind_of(value) is _kind_of(field.default):
+            is_alike = None in (value, field.default) or field.default is MISSING or _kind_of(value) is _kind_of(field.default)
+            if is_alike and _takes(field.type, value):
                 yield field.name, value
+
+
+def _takes(annotation: Any, value: Any) -> bool:
+    """Whether a field of this annotation may be the value; true if its alternatives are not all classes. A size is no float."""
+    alternatives = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    classes = tuple(get_origin(x) or x for x in alternatives)
+    is_whole = isinstance(value, float) and value.is_integer() and int in classes
+    return value is None or is_whole or not all(isinstance(x, type) for x in classes) or isinstance(value, classes)
 
 
 def _kind_of(value: Any) -> type:

@@ -3,6 +3,7 @@
 Torch is used only where the caller has imported it. A module runs in evaluation mode without gradients and is left as it was.
 """
 
+import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -130,6 +131,10 @@ def _prepare_function(
     if projects and "heads" not in adapter.roles and heads is None:
         raise _heads_unknown({})
     heads = 1 if convention.layout == "b,n,d" and not projects else heads or 3
+    if spec is None and not projects and any(map(is_matrix, found)):
+        names = [adapter.roles[role] for role in arguments]
+        unused = json.dumps(dict.fromkeys(names, "unused"))
+        raise ValueError(f"it has weights and takes {', '.join(names)}, too: pass arguments={unused} if that is optional, or a spec")
     if spec is None:
         bias = {name: f"{name}.bias" in arguments for name in PROJECTIONS}
         with_weights = {field: True for field in FLAGS if WITH_WEIGHTS[field] in arguments}
