@@ -332,7 +332,8 @@ def test_cases_that_a_candidate_cannot_run_are_reported_with_the_reason():
     assert _skipped(functional.scaled_dot_product_attention) <= {"is_causal=True with a causal mask"}  # torch may take both
     assert _skipped(nn.MultiheadAttention) == {"is_causal=True", "is_causal=True with padded keys"}
     assert _skipped(DiveIntoDeepLearning) == masked | {"causal mask", "packed sequences"}
-    groups = {f"6 heads, 3 of keys{more}" for more in ("", ", 1 query", ", causal")}
+    with_values = (", causal=True", ", softmax_scale=0.3", ", softmax_scale=0.3, 1 query")
+    groups = {f"6 heads, 3 of keys{more}" for more in ("", ", 1 query", *with_values)}
     assert _skipped(flash_like, layout="b,n,h,d") == masked | {"padded keys", "packed sequences"} | groups
     assert _skipped(PackedPerHead, mask_means="attend", fused="per_head") == cross
     assert "not run: it takes one input" in str(compare(PackedPerHead, mask_means="attend", fused="per_head", longest=7))

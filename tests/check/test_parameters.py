@@ -54,6 +54,83 @@ def test_a_parameter_that_is_ignored_is_found_and_named(ignored, named):
     assert len(comparison.first.mistakes) == 1 and named in comparison.first.hint, f"\n{comparison}"
 
 
+def ignoring(name, where):
+    """A function for heads in groups that ignores a parameter in some calls alone."""
+
+    def attend(q, k, v, attn_mask=None, key_padding_mask=None, is_causal=False, scale=None, softcap=0.0, window_size=(-1, -1)):
+        masks = {"attn_mask": attn_mask, "key_padding_mask": key_padding_mask}
+        given = {**masks, "is_causal": is_causal, "scale": scale, "softcap": softcap, "window_size": window_size}
+        if is_wrong := where(q, k):
+            given |= dict.fromkeys(masks.keys() & {name})
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+        return attention([name] if is_wrong else [])(q, k, v, **given)
+
+    return attend
+
+
+@pytest.mark.parametrize("name", ["scale", "softcap", "attn_mask", "key_padding_mask"])
+def test_what_is_ignored_with_one_query_alone_is_found(name):
+    comparison = compare(ignoring(name, lambda q, k: q.shape[2] == 1), longest=7, **OPTIONS)
+    wrong = [x.case for x in comparison.results if x.agrees is False]
+    assert wrong and all("1 query" in case for case in wrong), f"\n{comparison}"
+
+
+@pytest.mark.parametrize("name", ["scale", "softcap", "is_causal", "window_size"])
+def test_what_is_ignored_with_groups_of_heads_alone_is_found(name):
+    comparison = compare(ignoring(name, lambda q, k: q.shape[1] > k.shape[1]), longest=7, **OPTIONS)
+    wrong = [x.case for x in comparison.results if x.agrees is False]
+    assert wrong and all(case.startswith(f"6 heads, 3 of keys, {name}") for case in wrong), f"\n{comparison}"
+
+
+def in_groups(q, k, v, attn_mask=None, order="b (h g)"):
+    """A mask of each head is split into groups of heads as queries are, or the other way round."""
+    (b, h, n, _), kv_heads = q.shape, k.shape[1]
+    scores = q.reshape(b, kv_heads, h // kv_heads, n, -1) @ k[:, :, None].mT / q.shape[-1] ** 0.5
+    if attn_mask is not None:
+        mask = attn_mask.expand(b, h, n, -1)
+        split = mask.unflatten(1, (kv_heads, -1)) if order == "b (h g)" else mask.unflatten(1, (-1, kv_heads)).swapaxes(1, 2)
+        scores = scores.masked_fill(~split, -math.inf)
+    return (scores.softmax(-1) @ v[:, :, None]).flatten(1, 2)
+
+
+def test_masks_of_each_head_are_looked_at_in_groups():
+    assert compare(in_groups, framework="torch", mask_means="attend", longest=7).agrees
+    comparison = compare(partial(in_groups, order="b (g h)"), framework="torch", mask_means="attend", longest=7)
+    assert [x.case for x in comparison.results if x.agrees is False] == ["6 heads, 3 of keys, masks of each head"], f"\n{comparison}"
+
+
+def packed(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, window_size, of_longest=False, alone=True):
+    """[n, h, d]; the last query of each sequence is at its last key, or with `of_longest` where that of the longest would be; a window is
+    ignored where a sequence has one query, unless `alone`."""
+    output = torch.zeros(len(q), q.shape[1], v.shape[2], dtype=q.dtype)
+    for i in range(len(cu_seqlens_q) - 1):
+        rows, keys = slice(cu_seqlens_q[i], cu_seqlens_q[i + 1]), slice(cu_seqlens_k[i], cu_seqlens_k[i + 1])
+        queries, count = len(q[rows]), len(k[keys])
+        offset = max_seqlen_k - max_seqlen_q if of_longest else count - queries
+        ahead = torch.arange(count) - torch.arange(queries)[:, None] - offset
+        left, right = (math.inf if side < 0 or (queries == 1 and not alone) else side for side in window_size)
+        blocked = (ahead < -left) | (ahead > (0 if causal else right))
+        scores = torch.einsum("qhd,khd->hqk", q[rows], k[keys]) / q.shape[-1] ** 0.5
+        output[rows] = torch.einsum("hqk,khd->qhd", scores.masked_fill(blocked, -math.inf).softmax(-1).nan_to_num(), v[keys])
+    return output
+
+
+def wrong_in_packed(**options):
+    def attend(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal=False, window_size=(-1, -1)):
+        return packed(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, window_size, **options)
+
+    return compare(attend, framework="torch", longest=7)
+
+
+def test_what_depends_on_the_alignment_is_looked_at_once_calls_have_found_it():
+    assert wrong_in_packed().agrees
+    of_longest, without_window = wrong_in_packed(of_longest=True), wrong_in_packed(alone=False)
+    wrong = [x.case for x in of_longest.results if x.agrees is False]
+    assert wrong == ["causal=True with packed sequences and other lengths of keys"], f"\n{of_longest}"
+    wrong = [x.case for x in without_window.results if x.agrees is False]
+    assert wrong and all("window_size=(2, 1), 1 query, 11 keys" in case for case in wrong), f"\n{without_window}"
+
+
 SET = {"is_causal": True, "scale": 0.3, "softcap": 2.5, "window_size": (2, 1)}
 
 
@@ -169,8 +246,8 @@ def causal_window_at_first_key(q, k, v, causal=False, window_size=(-1, -1)):
 def test_a_window_at_the_wrong_keys_is_found_where_there_are_more_keys_than_queries(function):
     comparison = compare(function, like="flash_attn", framework="torch", longest=7)
     wrong = [x.case for x in comparison.results if x.agrees is False]
-    both = ["window_size=(2, 1), 5 queries, 11 keys", "causal=True with window_size=(2, 1), 5 queries, 11 keys"]
-    assert wrong == (both if function is window_at_first_key else both[1:]), f"\n{comparison}"
+    both = [f"{words}window_size=(2, 1), {n}, 11 keys" for words in ("", "causal=True with ") for n in ("5 queries", "1 query")]
+    assert wrong == (both if function is window_at_first_key else both[2:]), f"\n{comparison}"
 
 
 def test_a_function_that_heeds_all_parameters_agrees():

@@ -204,7 +204,7 @@ def test_the_width_of_a_configured_layer_is_limited() -> None:
 @pytest.mark.parametrize("number", ["inf", "nan"])
 def test_the_end_of_a_drain_is_a_finite_number(number: str) -> None:
     """Without an end, the process would wait for ever after SIGTERM."""
-    with pytest.raises(BadSettings, match="drain-seconds.*finite"):
+    with pytest.raises(BadSettings, match=r"drain-seconds.*finite"):
         read_settings({"drain_seconds": number})
 
 

@@ -158,7 +158,8 @@ class Arguments:
             bounds = np.searchsorted(of_rows[0], sequences)  # where each sequence of the first item begins, and the last one ends
             return int(np.diff(bounds).max()) if role.startswith("max") else self._tensor(bounds, "int32")
         if role in ("segments", "positions"):
-            return self._tensor(self._unbatched(segments if role == "segments" else np.broadcast_to(rows, segments.shape)), "int64")
+            positions = np.broadcast_to(rows, segments.shape) if case.positions is None else case.positions
+            return self._tensor(self._unbatched(segments if role == "segments" else positions), "int64")
         return self._tensor(rows, "int64") if role == "cache_positions" else None
 
     def in_layout(self, x: Array, role: str, case: CheckCase) -> Array:

@@ -22,10 +22,10 @@ from attend.check.cases import (
     draw_short_cases,
     lengths_for,
 )
-from attend.check.convention import ROPE_TABLES, Convention
+from attend.check.convention import ROPE_TABLES, Alignment, Convention
 from attend.check.groups import draw_groups, draw_heads
 from attend.check.lengths import Sweep, draw_sweeps
-from attend.check.parameters import draw_parameter_cases
+from attend.check.parameters import draw_aligned, draw_parameter_cases
 from attend.check.rope_tables import rope_of
 from attend.spec import LayerSpec
 from attend.tensors import Array
@@ -60,9 +60,6 @@ class Candidate:
         if "short" in groups:
             drawn.append(draw_short_cases(draw, decodes=decodes, takes_back=takes_back, packs_keys="key_boundaries" in roles))
         if "parameters" in groups:
-            adds = adapter.adds_numbers or adapter.may_add_numbers
-            kinds = [kind for kind in get_args(CaseKind) if kind != "numbers" or adds]
-            mask_of = {kind: role for kind in kinds if (role := adapter.mask_role(kind)) is not None and role != "causal"}
             more: dict[str, Any] = {
                 "is_torch": adapter.is_torch,
                 "adds_numbers": adapter.adds_numbers,
@@ -70,17 +67,29 @@ class Candidate:
                 "decodes": decodes,
             }
             further = {role: name for role, name in roles.items() if not (adapter.paged and role == "page_table")}
-            drawn.append(draw_parameter_cases(draw, further, mask_of, **more))
+            drawn.append(draw_parameter_cases(draw, further, self.mask_of, **more))
             if adapter.heads_given and adapter.framework in ("torch", "numpy"):  # whose views are no copies
                 of_case: dict[str, Any] = {"group": "parameters", "views": True, "is_optional": True}
                 drawn.append(iter([draw.case("inputs that are views", "plain", draw.queries, **of_case)]))
         if "groups" in groups and adapter.heads_given:
-            drawn.append(draw_groups(draw, roles))
+            over_pairs = adapter.mask_role("mask") is not None
+            drawn.append(draw_groups(draw, roles, takes_masks=over_pairs))
         if "long" in groups:
             drawn.append(draw_long_cases(draw, decodes=decodes))
         if "one row" in groups:
             drawn.append(draw_one_row(draw))
         yield from map(self.as_passed, chain(*drawn))
+
+    @property
+    def mask_of(self) -> Mapping[CaseKind, str]:
+        """The role of the parameter that takes the masks of each kind of case."""
+        adds = self.adapter.adds_numbers or self.adapter.may_add_numbers
+        roles = {kind: self.adapter.mask_role(kind) for kind in get_args(CaseKind) if kind != "numbers" or adds}
+        return {kind: role for kind, role in roles.items() if role is not None and role != "causal"}
+
+    def draw_aligned(self, seed: int, aligned: Alignment) -> Iterator[CheckCase]:
+        """The calls whose numbers depend on where queries are if there are more keys, once that is known."""
+        return map(self.as_passed, draw_aligned(self.draw(seed), self.adapter.roles, self.mask_of, aligned))
 
     def draw_sweeps(self, seed: int, longest: int) -> Iterator[Sweep]:
         """Calls of many lengths and widths, with at most `longest` rows."""

@@ -59,6 +59,7 @@ class CheckCase:
     query_offset: int = 0  # the key at which its first query is
     chunks: tuple[int, ...] = ()  # rows of each call, if the sequence is decoded with a cache
     first_row: int = 0  # of a chunk
+    positions: Array | None = None  # [b, n], if they do not count the rows
     rolled_back: "CheckCase | None" = None  # rows that are decoded after the first chunk, and then taken back
     group: Group = "short"
     passed: Mapping[str, Any] = field(default_factory=dict)  # further arguments: role of the parameter -> value
@@ -129,7 +130,7 @@ class CheckCase:
             if (x := getattr(self, name)) is not None:
                 rows[name] = x[:, -queries:].reshape(-1, 1, *x.shape[2:])
         rows |= {name: np.repeat(getattr(self, name), queries, axis=0) for name in ("key", "value")}
-        return replace(self, whole=None, **rows)
+        return replace(self, whole=None, positions=None, **rows)
 
     def layer(self, spec: LayerSpec) -> LayerSpec:
         """The layer as the arguments of this call make it."""
@@ -139,7 +140,7 @@ class CheckCase:
     def arguments(self) -> dict[str, Any]:
         """Those of the reference."""
         inputs = {"query": self.query, "key": self.key, "value": self.value, "query_offset": self.query_offset}
-        return {**inputs, "attend_mask": self.visible, "bias": self.numbers}
+        return {**inputs, "attend_mask": self.visible, "bias": self.numbers, "positions": self.positions}
 
     def reference(self, spec: LayerSpec, weights: Mapping[str, Array]) -> Outputs:
         return attend(self.layer(spec), weights, **self.arguments)

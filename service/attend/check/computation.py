@@ -195,7 +195,7 @@ class Computation:
         visible = case.visible & case.exists if case.chunks else case.visible
         mask = None if visible.all() else visible
         inputs: dict[str, Any] = {"query": case.query, "key": case.key, "value": case.value, "query_offset": case.query_offset}
-        return ReferenceCall(**inputs, attend_mask=mask, bias=case.numbers, scale=self.other_scale)
+        return ReferenceCall(**inputs, attend_mask=mask, bias=case.numbers, positions=case.positions, scale=self.other_scale)
 
     @np.errstate(all="ignore")
     def _attend(self, nudge: float = 0.0) -> ComparedOutputs:

@@ -6,6 +6,7 @@ from typing import Any
 
 from attend.check.cases import CheckCase, Draw
 from attend.check.lengths import OF_ONE_QUERY, ROWS_WITH_PARAMETERS, Sweep, differing_fields, resized
+from attend.check.parameters import draw_settings, with_masks_of_heads
 
 HEADS, KEY_HEADS = 6, 3
 IN_GROUPS = f"{HEADS} heads, {KEY_HEADS} of keys"  # the name of a case
@@ -13,11 +14,11 @@ OTHER_HEADS, OTHER_KEY_HEADS = 12, 4  # of long calls
 MANY_HEADS = 17
 
 
-def draw_groups(draw: Draw, roles: Mapping[str, str]) -> Iterator[CheckCase]:
-    """The calls with several queries, with one, and with a causal flag, for a candidate with parameters of these roles (role -> name);
-    none if its number of heads is fixed."""
+def draw_groups(draw: Draw, roles: Mapping[str, str], *, takes_masks: bool) -> Iterator[CheckCase]:
+    """The calls with several queries and with one, with and without a value of each parameter (role -> name), and with masks if it
+    `takes_masks` over queries and keys; none if its number of heads is fixed."""
     lengths = [(draw.queries, draw.lengths.keys), (1, draw.lengths.keys)] if draw.keys_apart else [(draw.queries, draw.queries)]
-    yield from _of_heads(draw, roles, HEADS, KEY_HEADS, lengths, draw.queries)
+    yield from _of_heads(draw, roles, HEADS, KEY_HEADS, lengths, draw.queries, takes_masks=takes_masks)
 
 
 def draw_heads(draw: Draw, roles: Mapping[str, str], longest: int) -> Sweep:
@@ -31,9 +32,17 @@ def draw_heads(draw: Draw, roles: Mapping[str, str], longest: int) -> Sweep:
 
 
 def _of_heads(
-    draw: Draw, roles: Mapping[str, str], heads: int, kv_heads: int, lengths: Sequence[tuple[int, int]], causal_rows: int, **more: Any
+    draw: Draw,
+    roles: Mapping[str, str],
+    heads: int,
+    kv_heads: int,
+    lengths: Sequence[tuple[int, int]],
+    rows: int,
+    takes_masks: bool = False,
+    **more: Any,
 ) -> Iterator[CheckCase]:
-    """Calls with so many heads of queries and of keys, and these numbers of queries and keys; one of so many rows with a causal flag."""
+    """Calls with so many heads of queries and of keys, and these numbers of queries and keys; with values of parameters, of so many
+    `rows`."""
     if draw.spec.num_heads != draw.spec.num_kv_heads or draw.weights or "heads" in roles:
         return
     try:
@@ -47,7 +56,11 @@ def _of_heads(
     for queries, keys in lengths:
         words = ", 1 query" if queries == 1 else f", {keys} keys" if queries > draw.queries else ""
         yield draw.case(f"{name}{words}", "plain", keys, queries=queries, passed=passed, **of_case)
-    if "causal" in roles and not draw.causal and causal_rows:
-        words = f", {causal_rows} keys" if causal_rows > draw.queries else ""
-        passed = {**passed, "causal": True}
-        yield draw.case(f"{name}{words}, causal", "plain", causal_rows, queries=causal_rows, causal=True, passed=passed, **of_case)
+    for setting in draw_settings(draw, roles) if rows else ():
+        of_setting = of_case | {"passed": passed | dict(setting.passed), "fields": fields | dict(setting.fields), "causal": setting.causal}
+        words = f", {rows} keys" if rows > draw.queries else ""
+        yield draw.case(f"{name}{words}, {setting.words}", "plain", rows, **of_setting | {"queries": rows})
+        if draw.keys_apart and setting.holds_for_one_query:
+            yield draw.case(f"{name}, {setting.words}, 1 query", "plain", draw.lengths.keys, **of_setting | {"queries": 1})
+    if takes_masks:
+        yield with_masks_of_heads(draw, f"{name}, masks of each head", passed=passed, **of_case)

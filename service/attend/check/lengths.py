@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from attend.check.cases import CheckCase, Draw
-from attend.check.parameters import draw_settings, together_in_sets
+from attend.check.parameters import draw_settings, together_in_sets, with_masks_of_heads
 from attend.spec import LayerSpec
 from attend.tensors import Array
 
@@ -56,9 +56,11 @@ def draw_sweeps(draw: Draw, roles: Mapping[str, str], longest: int, *, takes_hea
     if takes_heads:
         yield Sweep("widths of heads", (*_wide(draw),))
         if takes_masks:
-            yield Sweep("masks of each head", (_with_masks_of_heads(draw),))
+            yield Sweep("masks of each head", (with_masks_of_heads(draw, "masks of each head", group="groups", is_optional=True),))
     if "positions" in roles and draw.spec.rope:
         yield Sweep("distant positions", (*_distant(draw),))
+        if draw.batch > 1:
+            yield Sweep("positions of each item", (_with_positions_of_items(draw),))
 
 
 def _of_lengths(draw: Draw, roles: Collection[str], lengths: Sequence[int]) -> Iterator[CheckCase]:
@@ -140,14 +142,6 @@ def _wide(draw: Draw) -> Iterator[CheckCase]:
         yield replace(draw, spec=spec).case(name, "plain", keys, group="widths", fields=fields, is_optional=True)
 
 
-def _with_masks_of_heads(draw: Draw) -> CheckCase:
-    """A call with masks [b, h, q, k], which a candidate may refuse."""
-    case = draw.case("masks of each head", "mask", draw.queries, group="groups", is_optional=True)
-    masks = draw.rng.random((draw.batch, draw.spec.num_heads, draw.queries, draw.queries)) < 0.5
-    masks |= np.eye(draw.queries, dtype=bool)
-    return replace(case, mask=masks, visible=masks & case.own[:, None])
-
-
 def differing_fields(spec: LayerSpec, other: LayerSpec) -> dict[str, Any]:
     """The fields in which two layers differ."""
     return {name: getattr(spec, name) for name in LayerSpec.model_fields if getattr(spec, name) != getattr(other, name)}
@@ -158,6 +152,13 @@ def _distant(draw: Draw) -> Iterator[CheckCase]:
     for first in POSITIONS:
         case = draw.case(f"positions from {first}", "plain", draw.queries, group="lengths")
         yield replace(case, first_row=first, relative=_of_angles(first))
+
+
+def _with_positions_of_items(draw: Draw) -> CheckCase:
+    """A call in which each item skips another number of positions, as with rows that are left out."""
+    rows = np.arange(draw.queries)
+    positions = rows + (rows >= draw.queries // 2) * np.arange(draw.batch)[:, None]
+    return replace(draw.case("positions of each item", "plain", draw.queries, group="lengths", is_optional=True), positions=positions)
 
 
 def _of_angles(position: int) -> float:

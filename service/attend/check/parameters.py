@@ -35,6 +35,11 @@ class Setting:
         return Setting(words, {**self.passed, **other.passed}, {**self.fields, **other.fields}, self.causal or other.causal)
 
     @property
+    def holds_for_one_query(self) -> bool:
+        """Whether what it changes is the same wherever a single query is among many keys, and a call may have one."""
+        return not self.causal and self.passed.keys().isdisjoint({"window", "page_table"})
+
+    @property
     def of_case(self) -> dict[str, Any]:
         """The fields of a case with this value."""
         return {"group": "parameters", "passed": self.passed, "fields": self.fields} | ({"causal": True} if self.causal else {})
@@ -79,14 +84,14 @@ def draw_parameter_cases(
             segments = draw.segments()
             apart = segments[:, :, None] == segments[:, None, :]
             yield replace(draw.case(f"{setting.words} with packed sequences", "segments", queries, apart, **more), segments=segments)
-            if "key_boundaries" in names and aligned is not None:
-                yield _packed(draw, f"{setting.words} with packed sequences and other lengths of keys", more, aligned)
     for together in together_in_sets(settings):
         yield draw.case(together.words, "plain", queries, **together.of_case)
     for setting in _other_windows(draw, names):
         yield draw.case(setting.words, "plain", queries, **setting.of_case)
-    if aligned is not None and "key" in draw.inputs and not draw.one_length:
-        yield from _windows(draw, settings, aligned)
+    if draw.keys_apart:
+        yield from _of_one_query(draw, settings, mask_of)
+    if aligned is not None:
+        yield from draw_aligned(draw, names, mask_of, aligned)
     if decodes and draw.causal and mask_of.get("padding") in ("mask", "padding") and "padding" not in draw.masks_alone:
         padded = draw.case("decoding with a padded key", "padding", queries, np.arange(queries) != 1, group="parameters")
         yield replace(padded, chunks=(2, 1, queries - 3))
@@ -112,13 +117,46 @@ def draw_parameter_cases(
         yield draw.case("averaged weights", "plain", queries, group="parameters", passed={"average": True})
 
 
-def _windows(draw: Draw, settings: Sequence[Setting], aligned: Alignment) -> Iterator[CheckCase]:
-    """Calls with a window and more keys than queries, by itself and beside causality."""
-    keys = draw.lengths.whole(2 * draw.queries + 1)
-    offset = keys - draw.queries if aligned == "bottom-right" else 0
+def draw_aligned(draw: Draw, names: Mapping[str, str], mask_of: Mapping[CaseKind, str], aligned: Alignment) -> Iterator[CheckCase]:
+    """Calls with more keys than queries whose numbers depend on where the queries are: with a window, by itself and beside causality, of
+    one query, too, and with causality of packed sequences."""
+    if "key" not in draw.inputs or draw.one_length:
+        return
+    settings, keys = [*draw_settings(draw, names)], draw.lengths.whole(2 * draw.queries + 1)
+    causal = [x for x in settings if x.causal]
     for setting in (x for x in settings if "window" in x.passed):
-        for each in (setting, *(x & setting for x in settings if x.causal)):
-            yield draw.case(f"{each.words}, {draw.queries} queries, {keys} keys", "plain", keys, query_offset=offset, **each.of_case)
+        for each in (setting, *(x & setting for x in causal)):
+            for queries in (draw.queries, 1):
+                words = f"{queries} queries" if queries > 1 else "1 query"
+                of_case = each.of_case | {"query_offset": keys - queries if aligned == "bottom-right" else 0, "is_optional": queries == 1}
+                yield draw.case(f"{each.words}, {words}, {keys} keys", "plain", keys, queries=queries, **of_case)
+    if mask_of.get("segments") in ("segments", "boundaries") and "key_boundaries" in names:
+        for setting in causal:
+            name = f"{setting.words} with packed sequences and other lengths of keys"
+            yield _packed(draw, name, setting.of_case, aligned)
+
+
+def _of_one_query(draw: Draw, settings: Sequence[Setting], mask_of: Mapping[CaseKind, str]) -> Iterator[CheckCase]:
+    """Calls with one query, for which many have a path of its own, with a value of each parameter and with masks."""
+    of_case: dict[str, Any] = {"queries": 1, "group": "parameters", "is_optional": True}
+    keys = draw.lengths.keys
+    for setting in settings:
+        if setting.holds_for_one_query:
+            yield draw.case(f"{setting.words}, 1 query", "plain", keys, **setting.of_case | of_case)
+    if "mask" in mask_of:
+        mask = draw.rng.random((draw.items("mask"), 1, keys)) < 0.5
+        yield draw.case("mask, 1 query", "mask", keys, mask | (np.arange(keys) == 1), **of_case)
+    if "padding" in mask_of:
+        lengths = keys - 2 - np.arange(draw.items("padding")) % 2
+        yield draw.case("padded keys, 1 query", "padding", keys, np.arange(keys) < lengths[:, None, None], **of_case)
+
+
+def with_masks_of_heads(draw: Draw, name: str, **more: Any) -> CheckCase:
+    """A call with masks [b, h, q, k], which a candidate may refuse."""
+    case = draw.case(name, "mask", draw.queries, **more)
+    masks = draw.rng.random((draw.batch, draw.spec.num_heads, draw.queries, draw.queries)) < 0.5
+    masks |= np.eye(draw.queries, dtype=bool)
+    return replace(case, mask=masks, visible=masks & case.own[:, None])
 
 
 def _moved(draw: Draw, name: str, more: Mapping[str, Any]) -> CheckCase:

@@ -30,7 +30,7 @@ def look(called: Calls, extent: Extent) -> Disagreement | None:
     """A causal call with q != k that has none of the two alignments, or not the one that it has to have."""
     found = [_compare(called, cases) for cases in draw_alignments(called.prepared, extent.tried.seed, extent.longest)]
     if (misaligned := next(filter(None, found), None)) is None:
-        return None
+        return _elsewhere(called, extent) if called.alignments and called.prepared.adapter.aligned is None else None
     hint = "with q = k it is causal; with q != k, its numbers are those of neither top-left nor bottom-right alignment"
     if called.alignments:
         first = called.alignments[0]
@@ -39,6 +39,14 @@ def look(called: Calls, extent: Extent) -> Disagreement | None:
         if known.alignment in (first, None):
             hint = f"with fewer rows, causality is {WORDS[first]}, and here it is not"
     return disagreement(misaligned, hint=hint)
+
+
+def _elsewhere(called: Calls, extent: Extent) -> Disagreement | None:
+    """The first wrong call with a window or with packed sequences, by the alignment that causal calls have."""
+    kept, aligned = len(called.compared), called.alignments[0]
+    called.results += [called.result_of(case) for case in called.prepared.draw_aligned(extent.tried.seed, aligned)]
+    wrong = next((x for x in called.compared[kept:] if x.wrong is not None), None)
+    return None if wrong is None else disagreement(wrong, hint=f"with q != k, causality is {WORDS[aligned]} in other calls")
 
 
 def causality(called: Calls) -> str:
