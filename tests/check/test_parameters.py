@@ -257,6 +257,23 @@ def test_a_function_that_heeds_all_parameters_agrees():
     assert not comparison.is_complete and "which this one need not be" in comparison.conclusion
 
 
+def test_a_mask_of_numbers_that_is_ignored_in_attn_mask_is_untried():
+    """The name is that of torch, whose masks may be numbers; a mask of another name need not be."""
+
+    def attend(q, k, v, attn_mask=None, adds=False):
+        scores = q @ k.mT / q.shape[-1] ** 0.5
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            scores = scores.masked_fill(~attn_mask, -math.inf)
+        return (scores + attn_mask if adds and attn_mask is not None and attn_mask.dtype != torch.bool else scores).softmax(-1) @ v
+
+    ignores = compare(lambda q, k, v, attn_mask=None: attend(q, k, v, attn_mask), framework="torch", longest=7)
+    assert ignores.agrees and ignores.untried == ("mask of numbers",), f"\n{ignores}"
+    adds = compare(lambda q, k, v, attn_mask=None: attend(q, k, v, attn_mask, adds=True), framework="torch", longest=7)
+    assert adds.is_complete and "mask of numbers" in {x.case for x in adds.results if x.agrees}, f"\n{adds}"
+    other_name = compare(lambda q, k, v, mask=None: attend(q, k, v, mask), framework="torch", longest=7)
+    assert other_name.is_complete, f"\n{other_name}"
+
+
 def test_a_wrong_scale_is_named_though_another_parameter_is_ignored():
     wrong = attention(["softcap"])
     comparison = compare(lambda q, k, v, softcap=0.0: wrong(q / 2, k, v, softcap=softcap), framework="torch", longest=7)

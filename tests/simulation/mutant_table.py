@@ -292,7 +292,7 @@ RUN = {  # those that the seeds of one process do not show, with what does
     "router that forgets replicas": ("--of", "replicas"),
     "restart that is taken for an invented id": ("--of", "replicas"),
     "eviction that looks at all sessions": ("growth", "a step that ends another session", "sessions"),
-    "ids of all sessions for each call": ("growth", "step of a session", "sessions"),
+    "ids of all sessions for each call": ("growth", "fork a session", "sessions"),
     "layers that each check of readiness sorts": ("growth", "ready", "layers"),
     "queue that is swept for each call": ("growth", "a call that waits", "waiting calls"),
     "layer that is compared with all others": ("growth", "put a layer", "layers"),

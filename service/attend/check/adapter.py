@@ -56,7 +56,7 @@ class Adapter(Arguments):
 
     function: Callable[..., Any]
     is_torch: bool = False  # whether it is torch's own function or module
-    may_add_numbers: bool = False  # whether it may, since its signature is that of torch's function
+    may_add_numbers: bool = False  # whether it may, since its mask has the name of torch's
     packed: tuple[str, ...] = ()  # parameters of the candidate that get several arrays in one
     others: tuple[str, ...] = ()  # parameters that have a default and no known role
     returned: set[str] = field(default_factory=set)  # the packages of what it returned: some take arrays of NumPy and return those of JAX

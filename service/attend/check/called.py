@@ -33,7 +33,7 @@ def make_adapter(candidate: Any, convention: Convention, framework: str, heads: 
         batch_first=(getattr(candidate, "batch_first", True) if convention.batch_first is None else convention.batch_first) is not False,
         heads=heads or 1,
         is_torch=of_torch(candidate),
-        may_add_numbers=roles.get("mask") == "attn_mask" and not signature.parameters.keys().isdisjoint(FUNCTIONS["sdpa"].settings),
+        may_add_numbers=roles.get("mask") == "attn_mask",
         others=other_parameters(signature, roles),
         packed=packed,
     )
