@@ -33,6 +33,7 @@ from attend.spec import LayerSpec
 CHANGING = "a second call with the same inputs returns other numbers: dropout is active, or a call leaves something behind for the next one"
 KEEPING = "after a call with a mask, other masks of its shape change nothing: it keeps the first one"
 MASK_ALONE = "since masks take its place, as in transformers, where they contain it; if they do, pass mask_replaces_causality=true"
+OF_ANOTHER_CONVENTION = "no call agrees: its axes, matrices or positions may be others than calls found; if so, say them by options"
 OTHER_PAGES: dict[str, tuple[Any, str]] = {  # what is passed otherwise -> what is said if all is right then
     "unused": (1.0, "rows of pages that no item has change the output: it is right if they are 1, and not if they are NaN"),
     "in_order": (True, "it is right if the pages of an item follow one another, and not in another order"),
@@ -158,11 +159,12 @@ def _evidence(compared: Sequence[ComparedCase]) -> Sequence[ComparedCase]:
 
 
 def _with_cases(found: Disagreement, compared: Sequence[ComparedCase]) -> Disagreement:
-    """The disagreement; one that no mistake explains with the cases that are wrong, if others are right."""
+    """The disagreement; one that no mistake explains with the cases that are wrong, if others are right, or that none is."""
     wrong, right = ([x.right.case.name for x in compared if (x.wrong is None) is agrees] for agrees in (False, True))
-    if not right or not (found.hint or "").startswith(UNEXPLAINED):
+    if not (found.hint or "").startswith(UNEXPLAINED):
         return found
-    return replace(found, hint=f"{found.hint}; wrong: {first_of(wrong)}; right: {first_of(right)}")
+    which = f"wrong: {first_of(wrong)}; right: {first_of(right)}" if right else OF_ANOTHER_CONVENTION
+    return replace(found, hint=f"{found.hint}; {which}")
 
 
 def _changing(prepared: Candidate, first: ComparedCase) -> str | None:
