@@ -133,8 +133,11 @@ class World:
             self.now = max(self.now, min(until, events[0][0] if events else until))
             if math.isinf(self.now):
                 return False
-        while events and events[0][0] <= self.now and self.failure is None and not self.interrupted:
+        now = self.now
+        while events and events[0][0] <= now and self.failure is None and not self.interrupted:
+            self.now = events[0][0]  # while the process computed or did not run, the others went on
             heapq.heappop(events)[3]()
+        self.now = max(self.now, now)
         return self.failure is None and not self.interrupted
 
 
