@@ -82,6 +82,13 @@ def test_what_is_ignored_with_groups_of_heads_alone_is_found(name):
     assert wrong and all(case.startswith(f"6 heads, 3 of keys, {name}") for case in wrong), f"\n{comparison}"
 
 
+def test_values_of_parameters_with_groups_of_heads_leave_causality_as_it_is():
+    causal = ignoring("", lambda q, k: False)
+    comparison = compare(lambda q, k, v, scale=None: causal(q, k, v, scale=scale, is_causal=True), framework="torch", longest=7)
+    assert comparison.agrees, f"\n{comparison}"
+    assert "6 heads, 3 of keys, scale=0.3" in {x.case for x in comparison.results if x.agrees}
+
+
 def in_groups(q, k, v, attn_mask=None, order="b (h g)"):
     """A mask of each head is split into groups of heads as queries are, or the other way round."""
     (b, h, n, _), kv_heads = q.shape, k.shape[1]

@@ -57,7 +57,8 @@ def _of_heads(
         words = ", 1 query" if queries == 1 else f", {keys} keys" if queries > draw.queries else ""
         yield draw.case(f"{name}{words}", "plain", keys, queries=queries, passed=passed, **of_case)
     for setting in draw_settings(draw, roles) if rows else ():
-        of_setting = of_case | {"passed": passed | dict(setting.passed), "fields": fields | dict(setting.fields), "causal": setting.causal}
+        both = {"passed": passed | dict(setting.passed), "fields": fields | dict(setting.fields)}
+        of_setting = setting.of_case | of_case | both
         words = f", {rows} keys" if rows > draw.queries else ""
         yield draw.case(f"{name}{words}, {setting.words}", "plain", rows, **of_setting | {"queries": rows})
         if draw.keys_apart and setting.holds_for_one_query:
